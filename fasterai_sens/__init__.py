@@ -1,0 +1,44 @@
+"""Find out which layers of a neural network can be compressed, and turn that into a plan that works."""
+
+__version__ = "0.1.0"
+
+from . import allocate, plot
+from .analyzer import SensitivityAnalyzer, analyze_sensitivity
+from .criteria import (
+    Criterion,
+    large_final,
+    large_init,
+    large_init_large_final,
+    magnitude_increase,
+    movement,
+    random,
+    small_final,
+    small_init,
+    small_init_small_final,
+    squared_final,
+    taylor,
+    updating_magnitude_increase,
+    updating_movement,
+    updating_movmag,
+    wanda,
+)
+from .quantize import Quantized
+from .results import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
+from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
+from .sparsify import Sparse, Sparsifier
+from .state import Perturbation, changes, fingerprint, leave_no_trace, method
+
+# These need fastai, which is imported when one of them is first used.
+_lazy = {"SparsifyCallback": "callbacks"}
+
+
+def __getattr__(name):
+    if name not in _lazy:
+        raise AttributeError(f"module 'fasterai_sens' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_lazy[name]}", __name__), name)
+
+
+def __dir__():
+    return sorted([*globals(), *_lazy])
