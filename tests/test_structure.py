@@ -1,0 +1,108 @@
+"""The project's own rules: package and notebooks in step, imports that go down, cells that stay small."""
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import fasterai_sens
+
+root = Path(__file__).parent.parent
+books = sorted(p for p in (root / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+numbered = [p for p in books if re.match(r"\d+_", p.name) and p.parent.name == "nbs"]
+modules = [p for p in sorted((root / "fasterai_sens").glob("*.py")) if p.name not in ("__init__.py", "all.py", "_modidx.py")]
+
+
+def cells(path, kind="code"):
+    """Sources of the cells of one kind."""
+    return ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == kind]
+
+
+def exported(path):
+    """Sources of the exported cells."""
+    return [s for s in cells(path) if re.match(r"#\|\s*export", s)]
+
+
+def module_of(path):
+    """Name of the module that a notebook exports to."""
+    return next(m[1] for s in cells(path) if (m := re.search(r"#\|\s*default_exp\s+(\S+)", s)))
+
+
+def run(code, **kwargs):
+    """Standard output of Python code in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, **kwargs).stdout
+
+
+def test_package_and_notebooks_are_in_step(tmp_path):
+    """Exporting and cleaning a copy of the project changes nothing."""
+    for name in ("nbs", "fasterai_sens"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    (tmp_path / "fasterai_sens" / "state.py").unlink()
+    run("import nbdev.doclinks, nbdev.clean; nbdev.doclinks.nbdev_export(); nbdev.clean.nbdev_clean()", cwd=tmp_path)
+    for old in [p for name in ("nbs", "fasterai_sens") for p in (root / name).rglob("*") if p.suffix in (".py", ".ipynb") and ".ipynb_checkpoints" not in p.parts]:
+        assert (tmp_path / old.relative_to(root)).read_text() == old.read_text(), f"{old.name}: run `make export`"
+
+
+def test_imports_go_down():
+    """A notebook imports only modules of lower numbers."""
+    number = {module_of(p): int(p.name.split("_")[0]) for p in numbered}
+    for p in numbered:
+        for name in re.findall(r"^\s*from fasterai_sens\.(\w+) import", "\n".join(exported(p)), re.M):
+            assert number[name] < number[module_of(p)], f"{p.name} imports {name}"
+    assert {p.stem for p in modules} == set(number)
+
+
+@pytest.mark.parametrize("path", books, ids=lambda p: p.stem)
+def test_notebook_reads_well(path):
+    """A title, one sentence, small exported cells with checks between them, no cell that never runs, a small file."""
+    source = path.read_text()
+    assert re.match(r"# \S.*\n\n> \S.*\n", cells(path, "markdown")[0] + "\n"), "opens with `# Title` and `> one sentence`"
+    for cell in exported(path):
+        lines = [s for s in cell.splitlines() if s.strip() and not s.strip().startswith("#")]
+        assert len(lines) <= 40, f"{len(lines)} lines in an exported cell:\n{lines[0]}"
+    assert not re.search(r"skip_exec|#\|\s*eval:\s*false", source)
+    assert re.search(r"assert |test_eq|test_close|expect_fail", source), "checks nothing"
+    assert "site-packages" not in source, "a warning with a path of this machine is in the outputs"
+    assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("path", modules, ids=lambda p: p.stem)
+def test_module_is_documented_and_quiet(path):
+    """Every public name has a docstring; only `summary` and `print_*` print; no exception is swallowed."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+        if isinstance(node, ast.FunctionDef) and node.name != "summary" and not node.name.startswith("print_"):
+            calls = [c for c in ast.walk(node) if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "print"]
+            assert not calls, f"{node.name} prints"
+    for handler in (n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)):
+        assert handler.type is not None and getattr(handler.type, "id", "") not in ("Exception", "BaseException")
+
+
+def test_version_lives_in_one_place():
+    """`setup.py` reports the version of `__init__.py`, and requirements from settings.ini."""
+    out = subprocess.run([sys.executable, "setup.py", "--version"], cwd=root, check=True, capture_output=True, text=True).stdout
+    assert out.strip().splitlines()[-1] == fasterai_sens.__version__
+    ini = ConfigParser()
+    ini.read(root / "settings.ini")
+    assert {"torch>=2.4", "torchvision", "fastai>=2.8", "torch-pruning>=1.6"} <= set(ini["DEFAULT"]["requirements"].split())
+    assert "version" not in ini["DEFAULT"]
+
+
+def test_import_is_light():
+    """Importing the package does not import the heavy libraries; both ways to import work."""
+    heavy = run("import sys, fasterai_sens; print([m for m in ('fastai', 'pandas', 'matplotlib', 'scipy', 'torch_pruning', 'fastprogress') if m in sys.modules])")
+    assert heavy.strip() == "[]"
+    names = run("from fasterai_sens import analyze_sensitivity, SensitivityAnalyzer, SparsifyCallback, LayerTargets, large_final; print('ok')")
+    star = run("from fasterai_sens.all import *; import random as r; assert random is r if 'random' in globals() else True\n"
+               "print(SparsifyCallback.__name__, SensitivityAnalyzer.__name__, agp, wanda)")
+    assert names.strip() == "ok" and star.startswith("SparsifyCallback SensitivityAnalyzer")
+    with pytest.raises(AttributeError, match="no attribute 'Sparsify'"): fasterai_sens.Sparsify  # noqa: B018
+    assert "SparsifyCallback" in dir(fasterai_sens)
