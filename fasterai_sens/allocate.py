@@ -135,6 +135,7 @@ def to_layer_targets(self:SweepResult,
     if in_bits(self[0].compression_type): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     ks = {k.names: k.weights for r in self for k in knobs(r.layers, model)}
+    if not ks: raise ValueError("no layer of this sweep can be compressed")
     damages = {names: {r.compression_level: max(damage(row) for row in r.layers if row.name in names)
                        for r in self if any(row.name in names and row.prunable for row in r.layers)} for names in ks}
     curves, weights = [curve_of(d) for d in damages.values()], np.array(list(ks.values()), float)

@@ -58,7 +58,7 @@ def find_method(
     "The method that is meant. Raises ValueError for an unknown name, NotImplementedError for one that is not there yet"
     if isinstance(compression, Perturbation):
         return next((n for n, cls in methods.items() if cls is type(compression)), type(compression).__name__), type(compression)
-    if compression in methods: return compression, methods[compression]
+    if isinstance(compression, str) and compression in methods: return compression, methods[compression]
     if compression == "pruning": raise NotImplementedError("structural pruning is not part of this version; sparsity with granularity='filter' is the nearest")
     raise ValueError(unknown_name(compression, methods, "compression").args[0])
 
@@ -142,10 +142,10 @@ def from_learner(cls:SensitivityAnalyzer,
     calibration_data=None, # None: the first batches of the training set, fetched when needed
 )->SensitivityAnalyzer:
     "An analyzer for the model, data and metric of a `Learner`"
-    name, _ = learner_metric(learn, metric)
+    (name, _), eval_fn = learner_metric(learn, metric), learner_eval(learn, metric, dl)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
     c = as_criterion(criteria)
     if c.needs == GRADIENTS and c.loss is None: c = replace(c, loss=learn.loss_func)
     if higher_is_better is None: higher_is_better = metric is not learn.loss_func
-    return cls(learn.model, sample, learner_eval(learn, metric, dl), criteria=c, higher_is_better=higher_is_better, metric_name=metric_name or name,
+    return cls(learn.model, sample, eval_fn, criteria=c, higher_is_better=higher_is_better, metric_name=metric_name or name,
                calibration_data=FirstBatches(learn.dls.train) if calibration_data is None else calibration_data)

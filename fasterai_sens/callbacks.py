@@ -6,17 +6,15 @@
 __all__ = ['SparsifyCallback']
 
 # %% ../nbs/18_callbacks.ipynb #fab51999
-from collections.abc import Mapping
-
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 
-from .criteria import as_criterion, check_granularity, large_final
+from .criteria import as_criterion, large_final
 from .evaluate import learner_sample
 from .inputs import FirstBatches
-from .results import LayerTargets, check_pct
+from .layers import check_types
 from .schedules import Schedule, agp
-from .sparsify import Sparsifier, print_report, sparsity_report
+from .sparsify import Sparsifier, check_context, check_sparsity, print_report, sparsity_report
 
 # %% ../nbs/18_callbacks.ipynb #ce63f06f
 class SparsifyCallback(Callback):
@@ -30,10 +28,10 @@ class SparsifyCallback(Callback):
         schedule:Schedule=agp, # how the sparsity grows
         layer_type=None,      # a module class or a tuple of them; None: every compressible layer
     ):
-        if isinstance(sparsity, Mapping): sparsity = {k: check_pct(v, f"target of {k!r}", computed=isinstance(sparsity, LayerTargets)) for k, v in sparsity.items()}
-        else: check_pct(sparsity, "sparsity")
+        self.granularity, self.context = check_context(granularity, context)
+        self.sparsity = check_sparsity(sparsity, granularity, context)
         if not isinstance(schedule, Schedule): raise TypeError(f"schedule is a Schedule such as agp or one_cycle; got {schedule!r}")
-        self.sparsity, self.granularity, self.context, self.layer_type = sparsity, check_granularity(granularity), context, layer_type
+        self.layer_type = None if layer_type is None else check_types(layer_type)
         self.criteria, self.schedule, self.sparsifier, self.report = as_criterion(criteria), schedule, None, []
 
 # %% ../nbs/18_callbacks.ipynb #72142276

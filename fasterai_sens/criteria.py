@@ -57,12 +57,14 @@ def __call__(self:Criterion,
 )->Tensor:     # `[out, in, *kernel]`, float32
     "Scores of the weights of `unit`. Raises ValueError if the reference is missing or of another shape"
     if self.missing(unit): raise ValueError(self.missing(unit))
-    if not self.needs: return self.score(unit.filters.float(), None)
-    ref = self.refs[unit.path]
+    ref = self.refs[unit.path] if self.needs else None
     if isinstance(ref, Tensor):
         if ref.shape != unit.weight.shape: raise ValueError(f"{self.needs} of {unit.name!r} have shape {tuple(ref.shape)}, its weight {tuple(unit.weight.shape)}")
         ref = filters_first(unit.module, ref.detach().to(unit.weight.device).float())
-    return self.score(unit.filters.float(), ref)
+    scores = self.score(unit.filters.float(), ref)
+    if not isinstance(scores, Tensor): raise TypeError(f"{self.name} must return scores as a tensor; got {type(scores).__name__}")
+    if scores.shape != unit.filters.shape: raise ValueError(f"{self.name} must return a score for each weight, shape {tuple(unit.filters.shape)}; got shape {tuple(scores.shape)}")
+    return scores
 
 @patch
 def since(self:Criterion,
@@ -207,7 +209,6 @@ def collect_gradients(
             grads = torch.autograd.grad((loss or default_loss)(out, target), weights, allow_unused=True)
             for u, g in zip(units, grads, strict=True): total[u.path] += 0 if g is None else g.float().square()
             n += 1
-    if not n: raise ValueError("calibration_data is empty")
     return {k: v/n for k, v in total.items()}
 
 # %% ../nbs/03_criteria.ipynb #7683d699
@@ -226,7 +227,7 @@ def as_criterion(
     "A `Criterion`. Raises TypeError for anything else"
     if isinstance(x, Criterion): return x
     if callable(x): return Criterion(getattr(x, "__name__", "custom"), partial(_plain, x))
-    raise TypeError(f"criteria is one of {', '.join(criteria)}, or a function from weight to scores; got {x!r}")
+    raise TypeError(f"criteria is one of {', '.join(criteria)}, the object and not its name, or a function from weight to scores; got {x!r}")
 
 def bind(
     criterion,       # a `Criterion` or function

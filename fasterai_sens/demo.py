@@ -99,16 +99,16 @@ def compare_plans(
 def analyse(
     learn:Learner, # trained
     out:Path,      # folder for plots and tables
-    levels=(50, 70, 80, 90, 95), # of sparsity, percent
+    levels=(50, 70, 80, 90), # of sparsity, percent
 )->tuple:          # sweep over sparsity, result for 3 bits
     "Sparsity at several levels, and weights in 3 bits; tables and plots are saved in `out`"
     out.mkdir(parents=True, exist_ok=True)
     analyzer = SensitivityAnalyzer.from_learner(learn)
     sweep, bits = analyzer.sweep("sparsity", levels), analyzer.analyze("quantization", 3)
-    for name, r in (("sparsity", sweep[0]), ("sweep", sweep), ("quantization", bits)):
+    for name, r in (("sweep", sweep), ("quantization", bits)):
         r.to_json(out/f"{name}.json")
         r.to_csv(out/f"{name}.csv")
-    for name, ax in (("sparsity", sweep[0].plot()), ("sweep", sweep.plot()[0]), ("quantization", bits.plot())): ax.figure.savefig(out/f"{name}.png", dpi=100)
+    for name, ax in (("sparsity", sweep[-1].plot()), ("sweep", sweep.plot()[0]), ("quantization", bits.plot())): ax.figure.savefig(out/f"{name}.png", dpi=100)
     return sweep, bits
 
 # %% ../nbs/21_demo.ipynb #dd04650f
@@ -123,8 +123,8 @@ def print_demo(
     evaluate = learner_eval(learn, dl=learn.dls[2])
     print(f"accuracy on 300 held-out digits: {evaluate(learn.model).mean().item():.4f}\n\nAnalysing, one layer at a time, on 297 other digits ...")
     sweep, bits = analyse(learn, out)
-    for r in (sweep[0], bits): print(); r.summary()
-    one, curves = sweep[0].to_layer_targets(learn.model, pct, max_pct=95), sweep.to_layer_targets(learn.model, pct, max_pct=95)
+    for r in (sweep[-1], bits): print(); r.summary()
+    one, curves = sweep[-1].to_layer_targets(learn.model, pct), sweep.to_layer_targets(learn.model, pct)
     one.to_json(out/"targets.json")
     curves.to_json(out/"targets_from_curves.json")
     print(f"\nTargets for {pct:g} %, by the classic rule from one level and from curves:\n")

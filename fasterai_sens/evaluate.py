@@ -77,8 +77,9 @@ def learner_metric(
     metric=None, # a function, a fastai Metric, or None for the learner's first, accuracy if it has none
 )->tuple:        # name, (predictions, targets) -> scores
     "A metric of a Learner as a function of predictions and targets. Raises TypeError if it is neither"
-    from fastai.learner import AvgMetric, Metric
+    from fastai.learner import AvgMetric, Learner, Metric
     from fastai.metrics import accuracy
+    if not isinstance(learn, Learner): raise TypeError(f"learn is a fastai Learner; got {type(learn).__name__}")
     if metric is None: metric = learn.metrics[0] if learn.metrics else accuracy
     name = getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__)
     f = metric.func if isinstance(metric, AvgMetric) else metric

@@ -65,7 +65,7 @@ def check_sample(
     if not isinstance(sample, Tensor | tuple | list | Mapping): raise TypeError(f"sample is a tensor, a tuple or a dict of model inputs; got {type(sample).__name__}")
     try:
         with leave_no_trace(model, weights=()), torch.no_grad(): call(model.eval(), sample)
-    except (RuntimeError, TypeError, ValueError, IndexError) as e:
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as e:
         raise ValueError(f"{type(model).__name__} does not run on the sample: {misfit(model, sample) or e}") from e
 
 # %% ../nbs/02_inputs.ipynb #8ae8c322
@@ -90,10 +90,14 @@ def batches(
     sample,     # one example input of the model
     device=None, # where to move them
 )->Iterator:    # of (inputs, targets or None)
-    "Go through calibration data. Raises TypeError if it is neither a batch nor iterable"
+    "Go through calibration data. Raises TypeError if it is neither a batch nor iterable, ValueError if it is empty"
     if isinstance(data, Tensor | tuple | Mapping): data = [data]
     if not isinstance(data, Iterable): raise TypeError(f"calibration_data is a tensor, a list of batches or a DataLoader; got {type(data).__name__}")
-    for batch in data: yield split(to_device(batch, device), sample)
+    empty = True
+    for batch in data:
+        empty = False
+        yield split(to_device(batch, device), sample)
+    if empty: raise ValueError("calibration_data is empty")
 
 class FirstBatches:
     "The first `n` batches of a DataLoader, anew each time"

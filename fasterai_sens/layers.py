@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['convs', 'transposed_convs', 'is_hf_conv1d', 'weight_names', 'filters_first', 'Unit', 'why_not', 'all_units',
-           'by_name', 'find_units', 'target_units']
+           'by_name', 'check_types', 'find_units', 'target_units']
 
 # %% ../nbs/02_layers.ipynb #20a0b101
 import math
@@ -101,7 +101,8 @@ def _place(t:Tensor)->tuple:
 def all_units(
     model:nn.Module, # any model
 )->tuple:            # list of `Unit` in model order, list of `(name, reason)`
-    "Every compressible weight of `model`, each once, and what is left out"
+    "Every compressible weight of `model`, each once, and what is left out. Raises TypeError if it is no model"
+    if not isinstance(model, nn.Module): raise TypeError(f"model is an nn.Module; got {type(model).__name__}" + ", use its .model"*hasattr(model, "dls"))
     found, skipped = {}, []
     for name, m in model.named_modules(remove_duplicate=False):
         for attr in weight_names(m):
@@ -131,6 +132,15 @@ def by_name(
     "Units under all their names"
     return {n: u for u in units for n in u.members}
 
+def check_types(
+    layer_types, # a module class or a tuple of them
+)->tuple:
+    "The classes as a tuple. Raises TypeError if they are none, ValueError if there are none"
+    kinds = layer_types if isinstance(layer_types, tuple) else (layer_types,)
+    if not all(isinstance(k, type) for k in kinds): raise TypeError(f"layer_types is a module class or a tuple of them; got {layer_types!r}")
+    if not kinds: raise ValueError("layer_types is empty; leave it out for all layers")
+    return kinds
+
 def find_units(
     model:nn.Module,  # any model
     layers=None,      # names to keep; None: all
@@ -139,14 +149,15 @@ def find_units(
     "The units that were asked for. Raises KeyError for an unknown name, ValueError if nothing is left"
     units, skipped = all_units(model)
     if layer_types is not None:
-        kinds = layer_types if isinstance(layer_types, tuple) else (layer_types,)
-        if not all(isinstance(k, type) for k in kinds): raise TypeError(f"layer_types is a module class or a tuple of them; got {layer_types!r}")
+        kinds = check_types(layer_types)
         units = [u for u in units if any(isinstance(m, kinds) for m in u.modules)]
-    if layers is not None: units = [u for u in units if u in _named(model, units, [layers] if isinstance(layers, str) else layers)]
-    if units: return units, skipped
-    if layers is not None: raise ValueError("layers is empty: name at least one layer, or leave it out for all")
-    raise ValueError(f"{type(model).__name__} has no compressible layer" + (f" of type {layer_types}" if layer_types else "")
-                     + "; compressible are Conv1d/2d/3d, ConvTranspose1d/2d/3d, Linear and the weights inside MultiheadAttention")
+    if layers is not None:
+        if not isinstance(layers, Iterable): raise TypeError(f"layers is a list of names; got {layers!r}")
+        asked = _named(model, units, [layers] if isinstance(layers, str) else list(layers))
+        if not asked: raise ValueError("layers is empty: name at least one layer, or leave it out for all")
+        units = [u for u in units if u in asked]
+    if not units: raise ValueError(_nothing(model, layer_types, skipped))
+    return units, skipped
 
 # %% ../nbs/02_layers.ipynb #2587d40b
 def _named(model:nn.Module, units:list, names:Iterable)->set:
@@ -154,9 +165,16 @@ def _named(model:nn.Module, units:list, names:Iterable)->set:
     known, modules = by_name(units), dict(model.named_modules(remove_duplicate=False))
     for n in names:
         if n in known: continue
-        if n in modules: raise KeyError(f"layer {n!r} is a {type(modules[n]).__name__}, not one of the compressible layers {', '.join(list(known)[:5])}, ...")
+        reason = dict(all_units(model)[1]).get(n, "layer_types leaves it out")
+        if n in modules: raise KeyError(f"layer {n!r} is a {type(modules[n]).__name__} and not among the layers to compress: {reason}; those are {', '.join(list(known)[:5])}{', ...'*(len(known) > 5)}")
         raise unknown_name(n, known)
     return {known[n] for n in names}
+
+def _nothing(model:nn.Module, layer_types, skipped:list)->str:
+    "The message when no layer is left, with what stood in the way"
+    reasons = [f"{n}: {why}" for n, why in skipped if "is not a compressible layer" not in why]
+    return (f"{type(model).__name__} has no compressible layer" + (f" of type {layer_types}" if layer_types else "")
+            + "; compressible are Conv1d/2d/3d, ConvTranspose1d/2d/3d, Linear and the weights inside MultiheadAttention" + "".join(f"; {r}" for r in reasons[:3]))
 
 # %% ../nbs/02_layers.ipynb #87358724
 def target_units(

@@ -185,12 +185,14 @@ def _write_json(path, kind:str, data:dict):
     "Write `data` with its kind to `path`"
     Path(path).write_text(json.dumps({"kind": kind, **_plain(data)}, indent=1, allow_nan=False), encoding="utf-8")
 
-def _read_json(path, kind:str)->dict:
-    "Read what `_write_json` wrote. Raises ValueError if the file holds something else"
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
+def _read_json(path, kind:str, build):
+    "What `build` makes of the data that `_write_json` wrote. Raises ValueError if the file holds something else"
+    try: data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as e: raise ValueError(f"{path} is not JSON, so not a {kind}: {e}") from e
     found = data.pop("kind", None) if isinstance(data, dict) else None
     if found != kind: raise ValueError(f"{path} holds {found or 'something else'}, not a {kind}")
-    return data
+    try: return build(data)
+    except (KeyError, TypeError) as e: raise ValueError(f"{path} is not a complete {kind}: {e}") from e
 
 # %% ../nbs/01_results.ipynb #8db7f8e1
 def _layer(d:dict)->LayerSensitivity:
@@ -221,7 +223,7 @@ def from_json(cls:SensitivityResult,
     path, # file that `to_json` wrote
 )->SensitivityResult:
     "Read a result back, equal to the one that was saved"
-    return _result(_read_json(path, "SensitivityResult"))
+    return _read_json(path, "SensitivityResult", _result)
 
 # %% ../nbs/01_results.ipynb #2bc6e3f8
 @patch
@@ -298,7 +300,7 @@ def from_json(cls:SweepResult,
     path, # file that `to_json` wrote
 )->SweepResult:
     "Read a sweep back, equal to the one that was saved"
-    return SweepResult([_result(d) for d in _read_json(path, "SweepResult")["results"]])
+    return _read_json(path, "SweepResult", lambda data: SweepResult([_result(d) for d in data["results"]]))
 
 # %% ../nbs/01_results.ipynb #a381f768
 class LayerTargets(dict):
@@ -331,5 +333,4 @@ def from_json(cls:LayerTargets,
     path, # file that `to_json` wrote
 )->LayerTargets:
     "Read targets back"
-    data = _read_json(path, "LayerTargets")
-    return LayerTargets(data["targets"], data["unit"])
+    return _read_json(path, "LayerTargets", lambda data: LayerTargets(data["targets"], data["unit"]))

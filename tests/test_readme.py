@@ -1,0 +1,34 @@
+"""The code in the README runs, and its links lead somewhere."""
+import re
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+root = Path(__file__).parent.parent
+text = (root / "README.md").read_text()
+
+
+def test_quick_start_runs(capsys):
+    """The blocks run one after the other, as a reader would run them, and do what the text says."""
+    matplotlib.use("Agg")
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S): exec(compile(block, "README.md", "exec"), names)
+    assert "most sensitive (fragile)" in capsys.readouterr().out
+    assert names["targets"].mean(names["model"]) == pytest.approx(80, abs=1e-6)
+    weights = [p for n, p in names["model"].named_parameters() if n.removesuffix(".weight") in names["targets"]]
+    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    assert zeros == pytest.approx(.8, abs=1e-4)
+    assert names["result"].compression_level == 4
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page):
+    """Every relative link and every notebook in the table exists."""
+    links = re.findall(r"\]\(([^)#]+)\)", (root / page).read_text())
+    assert [x for x in links if not x.startswith("http") and not (root / x).exists()] == []
+
+
+def test_every_notebook_is_in_the_picture():
+    """The table of notebooks is complete."""
+    assert [p.name for p in sorted((root / "nbs").glob("*.ipynb")) if f"nbs/{p.name}" not in text] == []
