@@ -7,6 +7,7 @@ __all__ = ['Knob', 'knobs', 'check_bounds', 'check_reach', 'shift_to_mean', 'Cur
 
 # %% ../nbs/14_allocate.ipynb #0e552ed1
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from numbers import Real
 
@@ -43,8 +44,8 @@ def check_bounds(
     "The three numbers. Raises ValueError if they are not percent in order"
     target, low, high = (check_pct(v, n) for v, n in ((target_pct, "target_pct"), (min_pct, "min_pct"), (max_pct, "max_pct")))
     if low > high: raise ValueError(f"min_pct {low:g} is above max_pct {high:g}")
-    if not low <= target <= high: raise ValueError(f"target_pct {target:g} is outside [{low:g}, {high:g}]; change it, min_pct or max_pct")
-    return target, low, high
+    if not low - 1e-9 <= target <= high + 1e-9: raise ValueError(f"target_pct {target:.12g} is outside [{low:.12g}, {high:.12g}]; change it, min_pct or max_pct")
+    return min(max(target, low), high), low, high
 
 def check_reach(
     target:float,  # percent
@@ -54,7 +55,7 @@ def check_reach(
 ):
     "Raises ValueError with the reachable range if no choice within the bounds has the mean `target`"
     least, most = (float(np.average(b, weights=weights)) for b in (low, high))
-    if not least - 1e-9 <= target <= most + 1e-9: raise ValueError(f"target_pct {target:g} is out of reach: {why}; between {least:.4g} and {most:.4g} is possible")
+    if not least - 1e-9 <= target <= most + 1e-9: raise ValueError(f"target_pct {target:.12g} is out of reach: {why}; between {least:.12g} and {most:.12g} is possible")
 
 # %% ../nbs/14_allocate.ipynb #7bd77c5c
 def shift_to_mean(
@@ -76,7 +77,7 @@ def to_layer_targets(self:SensitivityResult,
     target_pct=50,  # weighted mean over the layers, percent
     min_pct=0,      # least for any layer
     max_pct=90,     # most for any layer
-    gamma=1.0,      # 0: uniform; larger: sensitive layers are spared more
+    gamma=1.0,      # 0: uniform; larger: the most robust layers carry more of it
 )->LayerTargets:
     "Less for the sensitive, more for the robust, with the mean `target_pct`. Raises ValueError if that is out of reach"
     if in_bits(self.compression_type): raise ValueError("a quantization result has no percent targets; to_bit_plan turns a sweep over bits into a plan")
@@ -88,11 +89,16 @@ def to_layer_targets(self:SensitivityResult,
     lost = [n for k in ks if not math.isfinite(k.delta) for n in k.names]
     check_reach(target, np.full(len(ks), low), top, weights, f"{', '.join(lost[:3])} must stay at min_pct, the metric broke there" if lost else "rounding")
     pct = shift_to_mean(low + (top - low)*(1 - _scaled([k.delta for k in ks]))**gamma, weights, target, low, top)
-    return LayerTargets({n: p for k, p in zip(ks, pct, strict=True) for n in k.names})
+    return _in_order(self.layers, zip((k.names for k in ks), pct, strict=True))
 
 SensitivityResult.to_schedule = SensitivityResult.to_layer_targets
 
 # %% ../nbs/14_allocate.ipynb #cde40816
+def _in_order(rows:list, pcts)->LayerTargets:
+    "Targets in the order of the rows, from pairs of names and percent"
+    found = {n: float(p) for names, p in pcts for n in names}
+    return LayerTargets({r.name: found[r.name] for r in rows if r.name in found})
+
 def _scaled(deltas:list)->np.ndarray:
     "Damages on a scale from 0 (most robust) to 1 (most sensitive); negative ones are noise around 0"
     d = np.maximum(0, deltas)
@@ -136,21 +142,25 @@ def to_layer_targets(self:SweepResult,
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     ks = {k.names: k.weights for r in self for k in knobs(r.layers, model)}
     if not ks: raise ValueError("no layer of this sweep can be compressed")
-    damages = {names: {r.compression_level: max(damage(row) for row in r.layers if row.name in names)
-                       for r in self if any(row.name in names and row.prunable for row in r.layers)} for names in ks}
+    damages, knob_of = {names: {} for names in ks}, {n: names for names in ks for n in names}
+    for level, row in ((r.compression_level, row) for r in self for row in r.layers if row.prunable):
+        at = damages[knob_of[row.name]]
+        at[level] = max(damage(row), at.get(level, -math.inf))
     curves, weights = [curve_of(d) for d in damages.values()], np.array(list(ks.values()), float)
     top = np.array([max(low, min(high, c.pct[-1])) for c in curves])
     check_reach(target, np.full(len(curves), low), top, weights, "no layer goes beyond the last level measured for it")
     pct = _common_tolerance(curves, weights, target, low, top)
-    return LayerTargets({n: p for names, p in zip(ks, pct, strict=True) for n in names})
+    return _in_order([row for r in self for row in r.layers], zip(ks, pct, strict=True))
 
 # %% ../nbs/14_allocate.ipynb #58f9254b
 def _common_tolerance(curves:list, weights:np.ndarray, target:float, low:float, top:np.ndarray)->np.ndarray:
     "How far each curve goes at the tolerance for which the weighted mean is `target`"
     at = lambda t: np.clip([c.reach(t) for c in curves], low, top)
     mean = lambda pct: np.average(pct, weights=weights)
-    under, over = -1., max(c.delta[-1] for c in curves)
-    a, b = np.full(len(curves), low), at(over)
+    steps = np.unique(np.concatenate([[-1.], *(c.delta for c in curves)]))   # the means at these bracket the target
+    i = bisect_left(steps, target, hi=len(steps)-1, key=lambda t: mean(at(t)))
+    under, over = steps[max(i-1, 0)], steps[i]
+    a, b = at(under), at(over)
     for _ in range(60):
         t = (under + over)/2
         pct = at(t)

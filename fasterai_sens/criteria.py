@@ -165,7 +165,8 @@ def collect_norms(
     with leave_no_trace(model, weights=()), torch.no_grad():
         model.eval()
         for u in units:
-            for m in u.modules: watch(u, m)
+            for m in u.modules:   # a module that holds the weight transposed has inputs of another kind
+                if getattr(m, u.attr).shape == u.weight.shape: watch(u, m)
         for inputs, _ in batches(data, sample, units[0].weight.device): call(model, inputs)
     return {u.path: _norms(u, [energy[v, i] for v, i in energy if v is u]) for u in units if (u, 0) in energy}
 

@@ -203,7 +203,13 @@ def _layer(d:dict)->LayerSensitivity:
 
 def _result(d:dict)->SensitivityResult:
     "A result from its plain dictionary"
-    return SensitivityResult(**{**d, "baseline_metric": float(d["baseline_metric"]), "layers": [_layer(r) for r in d["layers"]]})
+    return SensitivityResult(**{**d, "baseline_metric": float(d["baseline_metric"]), "layers": [_layer(r) for r in d["layers"]], "settings": _revive(d["settings"])})
+
+def _revive(x):
+    "Plain data with the strings that `_plain` made turned back into numbers"
+    if isinstance(x, dict): return {k: _revive(v) for k, v in x.items()}
+    if isinstance(x, list): return [_revive(v) for v in x]
+    return float(x) if isinstance(x, str) and x in ("NaN", "Infinity", "-Infinity") else x
 
 # %% ../nbs/01_results.ipynb #fa74362c
 @patch
@@ -285,8 +291,10 @@ def to_csv(self:SweepResult,
     path, # file to write
 ):
     "Write the metrics as CSV: one row a layer, one column a level, empty where it was not measured"
-    table = self.to_dataframe().pivot(index="name", columns="level", values="compressed_metric")
-    table.reindex(index=self.names, columns=self.levels).to_csv(path, index_label="layer")
+    import pandas as pd
+    rows = {n: self.rows(n) for n in self.names}   # as text, so that a metric that is NaN is not an empty cell
+    text = {f"{level:g}": [repr(float(r[level].compressed_metric)) if level in r else "" for r in rows.values()] for level in self.levels}
+    pd.DataFrame(text, index=pd.Index(rows, name="layer")).to_csv(path)
 
 @patch
 def to_json(self:SweepResult,

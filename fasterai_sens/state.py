@@ -70,7 +70,7 @@ def fingerprint(
         modes={n: m.training for n, m in modules.items()},
         attributes={n: sorted(vars(m)) for n, m in modules.items()},
         hooks={n: _hooks(m) for n, m in modules.items()} | {n: _tensor_hooks(p) for n, p in params.items()},
-        state_dict={k: None for k in model.state_dict()},
+        state_dict=dict.fromkeys(model.state_dict(), True),
         rng={k: str(v) if k == "python" else str([np.asarray(x).tolist() for x in v]) for k, v in rng_state().items()})
 
 # %% ../nbs/00_state.ipynb #e80c76d4
@@ -95,9 +95,10 @@ def keep_modules(
     model:nn.Module, # model whose modules are remembered
 )->Callable:         # call it to put them back
     "Remember attributes, modes, hooks and the tensors' places of every module"
-    kept = [(m, m.training, dict(vars(m)), {k: v.copy() for k, v in containers(m).items()}) for m in model.modules()]
+    kept = [(m, type(m), m.training, dict(vars(m)), {k: v.copy() for k, v in containers(m).items()}) for m in model.modules()]
     def restore():
-        for m, training, own, inner in kept:
+        for m, cls, training, own, inner in kept:
+            if type(m) is not cls: m.__class__ = cls   # a parametrization gives the module a class of its own
             vars(m).clear()
             vars(m).update(own)
             for name, value in inner.items():
@@ -124,17 +125,20 @@ def keep_grads(
     model:nn.Module, # model whose gradients are set aside
 )->Callable:         # call it to put them back
     "Set the gradients aside, and remember `requires_grad`, storage and tensor hooks of every parameter"
-    hooks = lambda p: (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-    kept = [(p, p.data, p.requires_grad, p.grad, [(h, h and dict(h)) for h in hooks(p)]) for p in model.parameters()]
+    hooks = lambda p: {name: getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    kept = [(p, p.data, p.requires_grad, p.grad, {name: (h, dict(h or {})) for name, h in hooks(p).items()}) for p in model.parameters()]
     for p in model.parameters(): p.grad = None
     def restore():
         for p, data, requires_grad, grad, held in kept:
             p.grad, p.data = None, data
             p.requires_grad_(requires_grad)
             p.grad = grad
-            for now, (h, entries) in zip(hooks(p), held, strict=True):
+            for name, now in hooks(p).items():
+                h, entries = held[name]
                 if now is not None: now.clear()
-                if h: h.update(entries)
+                if h is None: continue
+                h.update(entries)
+                if now is not h: setattr(p, name, h)
     return restore
 
 # %% ../nbs/00_state.ipynb #8e0d8cd6

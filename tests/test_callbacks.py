@@ -624,28 +624,29 @@ def test_wanda_takes_the_data_of_the_learner(tmp_path, trained):
 EVEN_LARGE_PRIME = torch.tensor([[d % 2 == 0, d > 4, d in (2, 3, 5, 7)] for d in range(10)]).float()
 
 
-@pytest.mark.parametrize("multi", [False, True], ids=["classes", "labels"])
-def test_taylor_takes_data_and_loss_of_the_learner(tmp_path, multi):
-    """The loss is the learner's own, as it is in `from_learner`."""
-    x, y = digits()
-    y = EVEN_LARGE_PRIME[y] if multi else y
-    learn = learner(tmp_path, dls=partial(loaders, n=256, bs=256, targets=y), model=partial(Net, 3 if multi else 10), loss_func=BCEWithLogitsLossFlat() if multi else CrossEntropyLossFlat(), metrics=[])
+tasks = {
+    "classes": (lambda y: y, 10, CrossEntropyLossFlat(), accuracy),
+    "labels": (lambda y: EVEN_LARGE_PRIME[y], 3, BCEWithLogitsLossFlat(), accuracy_multi),
+}
+
+
+@pytest.mark.parametrize("task", tasks)
+def test_taylor_takes_data_and_loss_of_the_learner(tmp_path, task):
+    """Loss and data are the learner's own, and the analysis drops the same weights as the fit."""
+    (encode, n_out, loss_func, metric), (x, y) = tasks[task], digits()
+    y = encode(y)
+    learn = learner(tmp_path, dls=partial(loaders, n=256, bs=256, targets=y), model=partial(Net, n_out), loss_func=loss_func, metrics=metric)
     learn.fit(5, 1e-2)
-    g2 = squared_gradients(learn.model, learn.loss_func, x[:256], y[:256])
-    scores = {n: w.detach().square() * g2[n] for n, w in weights(learn.model).items()}
-    found = SensitivityAnalyzer.from_learner(learn, accuracy_multi if multi else accuracy, criteria=taylor)
-    analyzed = found.analyze(level=80, verbose=False)
-    assert [r.name for r in analyzed.layers] == list(SIZES)
-    model = deepcopy(learn.model)
+    dense, g2 = deepcopy(learn.model).eval(), squared_gradients(learn.model, loss_func, x[:256], y[:256])
+    analyzed = SensitivityAnalyzer.from_learner(learn, criteria=taylor).analyze(level=80, verbose=False)
     learn.fit(1, 0.0, cbs=SparsifyCallback(80, criteria=taylor, schedule=Schedule(at_once)))
-    for n, w in weights(learn.model).items():
-        gone, kept = scores[n][w == 0], scores[n][w != 0]
-        assert len(gone) == part(w.numel(), 80) and gone.max() <= kept.min() * 1.001, n
-    for r in analyzed.layers:  # the analysis dropped the same weights
-        one = deepcopy(model).eval()
-        weights(one)[r.name].data[weights(learn.model)[r.name] == 0] = 0
-        with torch.no_grad():
-            assert r.compressed_metric == pytest.approx(float((accuracy_multi if multi else accuracy)(one(x[1200:1500]), y[1200:1500])), abs=1e-6)
+    for r in analyzed.layers:
+        w, dropped_ = weights(dense)[r.name].detach(), weights(learn.model)[r.name] == 0
+        scores = w.square() * g2[r.name]
+        assert int(dropped_.sum()) == part(w.numel(), 80) and scores[dropped_].max() <= scores[~dropped_].min() * 1.001
+        one = deepcopy(dense)
+        weights(one)[r.name].data[dropped_] = 0
+        assert r.compressed_metric == pytest.approx(float(metric(predictions(one, x[1200:1500]), y[1200:1500])), abs=1e-6)
 
 
 def squares(weight):
@@ -994,10 +995,13 @@ def test_a_metric_that_is_a_mean_only_of_the_baseline(tmp_path, trained):
         assert r.compressed_metric == pytest.approx(macro_f1(predictions(dropped(learn.model, r.name, 80), x[ok]), y[ok]))
 
 
-@pytest.mark.parametrize("metric", [error_rate, Perplexity(), CrossEntropyLossFlat(), F.cross_entropy], ids=["error_rate", "Perplexity", "loss object", "loss function"])
-def test_delta_is_positive_for_damage_whichever_way_the_metric_goes(tmp_path, trained, metric):
+falling = {"error_rate": error_rate, "Perplexity": Perplexity(), "loss object": CrossEntropyLossFlat(), "loss function": F.cross_entropy}
+
+
+@pytest.mark.parametrize("name", falling)
+def test_delta_is_positive_for_damage_whichever_way_the_metric_goes(tmp_path, trained, name):
     """Dropping 95 % of a layer harms; a metric that rises with the harm must not make it look like a gain."""
-    res = SensitivityAnalyzer.from_learner(learner(tmp_path, state=trained), metric).analyze(level=95, verbose=False)
+    res = SensitivityAnalyzer.from_learner(learner(tmp_path, state=trained), falling[name]).analyze(level=95, verbose=False)
     assert all(r.delta > 0 for r in res.layers), [(r.name, r.delta) for r in res.layers]
 
 

@@ -211,17 +211,6 @@ def test_any_gamma_spares_the_most_sensitive_against_uniform(case, bounds, share
 
 
 @many
-@given(st.lists(st.floats(0, 1), min_size=3, max_size=6), shares, st.floats(0, 8), st.floats(0, 8))
-@example([0.0, 0.5, 1.0], 5 / 9, 1.0, 2.0)
-def test_larger_gamma_spares_the_most_sensitive(deltas, share, g1, g2):
-    """`gamma` sharpens: with more of it the most sensitive layer never gets more compression."""
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in deltas])
-    mild, sharp = (result(model, deltas).to_layer_targets(model, 90 * share, gamma=g) for g in sorted((g1, g2)))
-    fragile = str(deltas.index(max(deltas)))
-    assert sharp[fragile] <= mild[fragile] + 1e-9
-
-
-@many
 @given(results(), shares, gammas)
 def test_coupled_layers_are_one_knob(case, share, gamma):
     """One value a group, that of its worst layer, as if the group were one big layer."""
@@ -562,7 +551,7 @@ def test_a_broken_metric_is_not_an_empty_cell(folder):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     SweepResult([result(model, [0.1, math.nan]), result(model[:1], [0.2], level=75.0)]).to_csv(folder / "nan.csv")
     back = read_csv(folder / "nan.csv", index="layer")
-    assert back.loc["1", "75.0"] == "" and back.loc["1", "50.0"].lower() == "nan"
+    assert [x.lower() for x in back.loc["1"]] == ["nan", ""]
 
 
 # ---------------------------------------------------------------- masks
@@ -582,7 +571,8 @@ def test_mask_drops_exactly(values, pct):
     score = torch.tensor(values)
     keep = keep_mask(score, pct)
     assert int((~keep).sum()) == exactly(len(values), pct)
-    dropped, kept = score[~keep].nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), score[keep].nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    rank = score.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    dropped, kept = rank[~keep], rank[keep]
     if len(dropped) and len(kept):
         assert dropped.max() <= kept.min()
 
@@ -595,7 +585,8 @@ def test_the_number_dropped_is_exact_for_any_size(n, pct):
 
 
 @many
-@given(st.integers(1, 10**4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
+@given(st.one_of(st.integers(1, 10**4), st.integers(1, 3 * 10**8)).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
+@example((9, 1))
 def test_the_share_that_is_there_asks_for_as_many(case):
     """A layer with k of n zeros is 100k/n percent sparse, and that many percent of it are k again."""
     n, k = case

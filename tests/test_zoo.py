@@ -100,6 +100,14 @@ def tied_transposed():
 
 
 @case
+def tied_transposed_square():
+    """The same with a square weight, where shapes do not tell which way round"""
+    net = Functional(lambda m, x: m.decode(m.encode(x).relu()), encode=nn.Linear(6, 6), decode=nn.Linear(6, 6, bias=False))
+    net.decode.weight = nn.Parameter(net.encode.weight.data.t())
+    return Case(net, torch.randn(4, 6), {"encode": 42})
+
+
+@case
 def tied_convs():
     """One kernel at two strides"""
     net = Functional(lambda m, x: m.a(x) + m.b(x), a=nn.Conv2d(3, 4, 3, padding=1), b=nn.Conv2d(3, 4, 3, padding=2, dilation=2, bias=False))
@@ -316,6 +324,16 @@ def double():
 
 
 @case
+def far_from_zero():
+    """Outputs between 10 and 11, or between -11 and -10: no range that was observed holds zero"""
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    for layer, offset in zip(net, (10, -10), strict=True):
+        layer.weight.data.mul_(0.1)
+        layer.bias.data.fill_(offset)
+    return Case(net, torch.randn(4, 4), {"0": 30, "1": 21})
+
+
+@case
 def few_values():
     """Weights of which many are equal, some of them zero already"""
     found = low_precision(torch.float32)
@@ -516,7 +534,7 @@ def total_gradient(found):
     target = torch.arange(out.shape[:-1].numel()).view(out.shape[:-1]) % out.shape[-1]
     nn.functional.cross_entropy(out.flatten(0, -2), target.flatten()).backward()
     first, *others = [m.weight for m in model.children() if m.weight.untyped_storage().data_ptr() == shared_place(model)]
-    return target, sum((p.grad.t() if p.shape != first.shape else p.grad for p in others if p is not first), start=first.grad)
+    return target, sum((p.grad if p.stride() == first.stride() else p.grad.t() for p in others if p is not first), start=first.grad)
 
 
 def shared_place(model):
@@ -525,7 +543,7 @@ def shared_place(model):
     return next(p for p in places if places.count(p) > 1)
 
 
-@pytest.mark.parametrize("name", ["tied_linears", "tied_transposed", "tied_embedding"])
+@pytest.mark.parametrize("name", ["tied_linears", "tied_transposed", "tied_transposed_square", "tied_embedding"])
 def test_taylor_counts_every_use_of_a_tied_weight(name):
     """Gradients from both places add up, also where one of them sees the weight transposed"""
     found, twin = built(name), fresh(name)
@@ -538,7 +556,7 @@ def test_taylor_counts_every_use_of_a_tied_weight(name):
     assert row.compressed_metric == pytest.approx(scores(twin.model, twin.sample).mean().item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["tied_linears", "tied_transposed"])
+@pytest.mark.parametrize("name", ["tied_linears", "tied_transposed", "tied_transposed_square"])
 def test_wanda_counts_every_use_of_a_tied_weight(name):
     """The norm of all that a weight is multiplied with, in both places"""
     found, twin = built(name), fresh(name)
@@ -556,7 +574,10 @@ def test_wanda_counts_every_use_of_a_tied_weight(name):
 # ---- outputs as well
 
 
-@pytest.mark.parametrize("name", ["shared_module", "tied_linears", "add_and_cat", "depthwise_separable", "conv_transpose2d_groups2", "bert", "half"])
+OUTPUTS = "shared_module", "tied_linears", "add_and_cat", "depthwise_separable", "conv_transpose2d_groups2", "bert", "half", "far_from_zero"
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_quantized_outputs_agree_with_a_recomputation(name):
     """Weight and output in five bits, the range of the output observed on the sample"""
     found, twin = built(name), fresh(name)
