@@ -44,17 +44,18 @@ def check_bounds(
     "The three numbers. Raises ValueError if they are not percent in order"
     target, low, high = (check_pct(v, n) for v, n in ((target_pct, "target_pct"), (min_pct, "min_pct"), (max_pct, "max_pct")))
     if low > high: raise ValueError(f"min_pct {low:g} is above max_pct {high:g}")
-    if not low - 1e-9 <= target <= high + 1e-9: raise ValueError(f"target_pct {target:.12g} is outside [{low:.12g}, {high:.12g}]; change it, min_pct or max_pct")
-    return min(max(target, low), high), low, high
+    return target, low, high
 
 def check_reach(
     target:float,  # percent
     low, high,     # lowest and highest percent of each knob, arrays
     weights,       # weights behind each knob, array
-    why:str,       # what limits the range
+    bounds:tuple,  # what the user allowed
+    why:str,       # what else limits the range
 ):
     "Raises ValueError with the reachable range if no choice within the bounds has the mean `target`"
     least, most = (float(np.average(b, weights=weights)) for b in (low, high))
+    if not bounds[0] - 1e-9 <= target <= bounds[1] + 1e-9: why = f"outside [{bounds[0]:.12g}, {bounds[1]:.12g}]"
     if not least - 1e-9 <= target <= most + 1e-9: raise ValueError(f"target_pct {target:.12g} is out of reach: {why}; between {least:.12g} and {most:.12g} is possible")
 
 # %% ../nbs/14_allocate.ipynb #7bd77c5c
@@ -87,7 +88,7 @@ def to_layer_targets(self:SensitivityResult,
     if not ks: raise ValueError("no layer of this result can be compressed")
     weights, top = np.array([k.weights for k in ks], float), np.array([high if math.isfinite(k.delta) else low for k in ks])
     lost = [n for k in ks if not math.isfinite(k.delta) for n in k.names]
-    check_reach(target, np.full(len(ks), low), top, weights, f"{', '.join(lost[:3])} must stay at min_pct, the metric broke there" if lost else "rounding")
+    check_reach(target, np.full(len(ks), low), top, weights, (low, high), f"{', '.join(lost[:3])} must stay at min_pct, the metric broke there" if lost else "rounding")
     pct = shift_to_mean(low + (top - low)*(1 - _scaled([k.delta for k in ks]))**gamma, weights, target, low, top)
     return _in_order(self.layers, zip((k.names for k in ks), pct, strict=True))
 
@@ -148,7 +149,7 @@ def to_layer_targets(self:SweepResult,
         at[level] = max(damage(row), at.get(level, -math.inf))
     curves, weights = [curve_of(d) for d in damages.values()], np.array(list(ks.values()), float)
     top = np.array([max(low, min(high, c.pct[-1])) for c in curves])
-    check_reach(target, np.full(len(curves), low), top, weights, "no layer goes beyond the last level measured for it")
+    check_reach(target, np.full(len(curves), low), top, weights, (low, high), "no layer goes beyond the last level measured for it")
     pct = _common_tolerance(curves, weights, target, low, top)
     return _in_order([row for r in self for row in r.layers], zip(ks, pct, strict=True))
 

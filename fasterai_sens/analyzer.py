@@ -7,14 +7,13 @@ __all__ = ['SensitivityAnalyzer', 'find_method', 'analyze_sensitivity']
 
 # %% ../nbs/12_analyzer.ipynb #06e2f1c9
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .criteria import GRADIENTS, as_criterion, large_final
-from .evaluate import learner_eval, learner_metric, learner_sample
+from .criteria import as_criterion, large_final
+from .evaluate import falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import find_units
 from .measure import measure, stop_rule
@@ -136,7 +135,7 @@ def from_learner(cls:SensitivityAnalyzer,
     learn,                 # a fastai Learner
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
     *, dl=None,            # data to evaluate on; None: the validation set
-    higher_is_better=None, # direction of the metric; None: True, but False for the learner's loss
+    higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
     metric_name=None,      # for display; None: the metric's own
     criteria=large_final,  # which weights matter
     calibration_data=None, # None: the first batches of the training set, fetched when needed
@@ -144,8 +143,6 @@ def from_learner(cls:SensitivityAnalyzer,
     "An analyzer for the model, data and metric of a `Learner`"
     (name, _), eval_fn = learner_metric(learn, metric), learner_eval(learn, metric, dl)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
-    c = as_criterion(criteria)
-    if c.needs == GRADIENTS and c.loss is None: c = replace(c, loss=learn.loss_func)
-    if higher_is_better is None: higher_is_better = metric is not learn.loss_func
-    return cls(learn.model, sample, eval_fn, criteria=c, higher_is_better=higher_is_better, metric_name=metric_name or name,
+    if higher_is_better is None: higher_is_better = not falls(metric, name)
+    return cls(learn.model, sample, eval_fn, criteria=learner_criterion(learn, criteria), higher_is_better=higher_is_better, metric_name=metric_name or name,
                calibration_data=FirstBatches(learn.dls.train) if calibration_data is None else calibration_data)

@@ -9,8 +9,8 @@ __all__ = ['SparsifyCallback']
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 
-from .criteria import as_criterion, large_final
-from .evaluate import learner_sample
+from .criteria import as_criterion, collectors, large_final
+from .evaluate import learner_criterion, learner_sample
 from .inputs import FirstBatches
 from .layers import check_types
 from .schedules import Schedule, agp
@@ -37,23 +37,28 @@ class SparsifyCallback(Callback):
 # %% ../nbs/18_callbacks.ipynb #72142276
 @patch
 def before_fit(self:SparsifyCallback):
-    "Find the layers and where they start from; stay out of the learning rate finder and of predictions"
-    self.run = not hasattr(self.learn, "lr_finder") and not hasattr(self.learn, "gather_preds")
-    if not self.run: return
-    self.sparsifier = Sparsifier(self.learn.model, self.granularity, self.context, self.criteria, self.layer_type,
-                                 calibration_data=FirstBatches(self.dls.train), sample=learner_sample(self.learn, self.dls.train))
+    "Stay out of the learning rate finder and of predictions"
+    self.run, self.sparsifier = not hasattr(self.learn, "lr_finder") and not hasattr(self.learn, "gather_preds"), None
+
+@patch
+def before_train(self:SparsifyCallback):
+    "In the first epoch, find the layers and where they start from"
+    if self.sparsifier is not None: return
+    c = learner_criterion(self.learn, self.criteria)
+    data = dict(calibration_data=FirstBatches(self.dls.train), sample=learner_sample(self.learn, self.dls.train)) if c.needs in collectors else {}
+    self.sparsifier = Sparsifier(self.learn.model, self.granularity, self.context, c, self.layer_type, **data)
     self.targets = self.sparsifier.resolve(self.sparsity)
     found = sparsity_report(list(self.targets))
     if self.context == "global": self.start = dict.fromkeys(self.targets, 100*sum(r["zeros"] for r in found)/sum(r["weights"] for r in found))
     else: self.start = {u: r["percent"] for u, r in zip(self.targets, found, strict=True)}
-    self.progress_done = -1.
+    self.progress_done = None
 
 @patch
 def before_batch(self:SparsifyCallback):
     "Raise the sparsity to what the schedule asks for"
-    if not self.training: return
-    progress, end = self.schedule.progress(self.pct_train + 1/(self.n_iter*self.n_epoch)), self.schedule.progress(1.)
-    if progress == self.progress_done or progress != end and abs(progress - self.progress_done) < .01: return
+    if not self.training or self.sparsifier is None: return
+    progress = self.schedule.progress(self.pct_train + 1/(self.n_iter*self.n_epoch))
+    if progress == self.progress_done: return
     self.progress_done = progress
     self.sparsifier.set_levels({u: self.start[u] + (target - self.start[u])*progress for u, target in self.targets.items()})
 

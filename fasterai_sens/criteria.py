@@ -160,15 +160,19 @@ def collect_norms(
     energy = defaultdict(float)
     def watch(unit, module):
         def hook(_, args, kwargs):
-            for i, x in enumerate(_seen(module, unit.attr, args, kwargs)): energy[unit, i] += _channel_energy(x, _channel_axis(module, x))
+            for i, x in enumerate(_seen(module, unit.attr, args, kwargs)): energy[unit, module, i] += _channel_energy(x, _channel_axis(module, x))
         module.register_forward_pre_hook(hook, with_kwargs=True)
     with leave_no_trace(model, weights=()), torch.no_grad():
         model.eval()
         for u in units:
-            for m in u.modules:   # a module that holds the weight transposed has inputs of another kind
-                if getattr(m, u.attr).shape == u.weight.shape: watch(u, m)
+            for m in u.modules: watch(u, m)
         for inputs, _ in batches(data, sample, units[0].weight.device): call(model, inputs)
-    return {u.path: _norms(u, [energy[v, i] for v, i in energy if v is u]) for u in units if (u, 0) in energy}
+    seen = {u: {m: [e for (v, n, _), e in energy.items() if v is u and n is m] for m in u.modules} for u in units}
+    return {u.path: sum(_turned(u, m, _norms(replace(u, modules=(m,)), es)).square() for m, es in at.items() if es).sqrt() for u, at in seen.items() if any(at.values())}
+
+def _turned(unit:Unit, module:nn.Module, t:Tensor)->Tensor:
+    "`t`, shaped like the weight in `module`, the way round of the unit's: a tied weight may be held transposed"
+    return t if getattr(module, unit.attr).stride() == unit.weight.stride() else t.t()
 
 # %% ../nbs/03_criteria.ipynb #ec0ac901
 def _norms(unit:Unit, energies:list)->Tensor:
@@ -193,6 +197,7 @@ def default_loss(
     return F.cross_entropy(out, target)
 
 # %% ../nbs/03_criteria.ipynb #969ba5a9
+@torch.inference_mode(False)
 def collect_gradients(
     model:nn.Module, # model to run
     units:list,      # units to observe
@@ -204,11 +209,12 @@ def collect_gradients(
     total, n = {u.path: torch.zeros_like(u.weight, dtype=torch.float32) for u in units}, 0
     with leave_no_trace(model, weights=()), torch.enable_grad():
         model.eval().requires_grad_(False)
-        weights = [u.weight.requires_grad_() for u in units]
-        for inputs, target in batches(data, sample, weights[0].device):
-            out = call(model, inputs)
-            grads = torch.autograd.grad((loss or default_loss)(out, target), weights, allow_unused=True)
-            for u, g in zip(units, grads, strict=True): total[u.path] += 0 if g is None else g.float().square()
+        held = {id(w): (u, m, w.requires_grad_()) for u in units for m in u.modules for w in [getattr(m, u.attr)]}
+        for inputs, target in batches(data, sample, units[0].weight.device):
+            out, grad = call(model, inputs), dict.fromkeys(total, 0)
+            grads = torch.autograd.grad((loss or default_loss)(out, target), [w for _, _, w in held.values()], allow_unused=True)
+            for (u, m, _), g in zip(held.values(), grads, strict=True): grad[u.path] = grad[u.path] + (0 if g is None else _turned(u, m, g.float()))
+            for path in total: total[path] += grad[path]*grad[path]
             n += 1
     return {k: v/n for k, v in total.items()}
 

@@ -100,6 +100,10 @@ def batches(
     if empty: raise ValueError("calibration_data is empty")
 
 class FirstBatches:
-    "The first `n` batches of a DataLoader, anew each time"
+    "The first `n` batches of a DataLoader, anew each time, without moving its random numbers"
     def __init__(self, dl, n:int=4): self.dl, self.n = dl, n
-    def __iter__(self): return islice(iter(self.dl), self.n)
+    def __iter__(self):
+        rng = getattr(self.dl, "rng", None)   # a fastai DataLoader shuffles with a generator of its own
+        state = rng and rng.getstate()
+        try: yield from islice(iter(self.dl), self.n)
+        finally: state and rng.setstate(state)

@@ -8,7 +8,7 @@ __all__ = ['stop_modes', 'untouched', 'evaluate', 'stop_rule', 'row', 'measure']
 # %% ../nbs/11_measure.ipynb #4eb6e83e
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from numbers import Real
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from .evaluate import Score, as_score, compare
 from .layers import Unit
 from .results import LayerSensitivity, SensitivityResult, SweepResult
-from .state import Perturbation, leave_no_trace
+from .state import Perturbation, keep_values, leave_no_trace
 
 # %% ../nbs/11_measure.ipynb #0536f3b8
 @contextmanager
@@ -83,14 +83,18 @@ def measure(
 )->SweepResult:
     "Evaluate every unit at every level, and the untouched model once. Raises ValueError for a baseline that is not finite"
     levels = sorted({p.level: p for p in perturbations}.values(), key=lambda p: p.strength)
-    with leave_no_trace(model):
+    with leave_no_trace(model, weights=()), ExitStack() as undo:
+        restore = keep_values(list(model.parameters()))   # after each evaluation: one that writes to weights must not spoil the next
+        undo.callback(restore)
         base = evaluate(model, eval_fn)
+        restore()
         if not math.isfinite(base.value): raise ValueError(f"the {metric_name} of the untouched model is {base.value}; nothing can be compared with that")
         steps, stopped, found = _progress([(p, u) for p in levels for u in units], verbose), {}, {p.level: ([], list(skipped)) for p in levels}
         for p, u in steps:
             rows, left_out = found[p.level]
             why = stopped.get(u.name) or p.refusal(u)
             score = None if why else evaluate(model, eval_fn, p, u)
+            if score: restore()
             if why: left_out.append((u.name, why))
             if u.name in stopped: continue
             rows.append(row(u, base, score, higher_is_better))

@@ -293,7 +293,7 @@ def to_csv(self:SweepResult,
     "Write the metrics as CSV: one row a layer, one column a level, empty where it was not measured"
     import pandas as pd
     rows = {n: self.rows(n) for n in self.names}   # as text, so that a metric that is NaN is not an empty cell
-    text = {f"{level:g}": [repr(float(r[level].compressed_metric)) if level in r else "" for r in rows.values()] for level in self.levels}
+    text = {f"{level:.12g}": [repr(float(r[level].compressed_metric)) if level in r else "" for r in rows.values()] for level in self.levels}
     pd.DataFrame(text, index=pd.Index(rows, name="layer")).to_csv(path)
 
 @patch

@@ -68,10 +68,10 @@ def fingerprint(
         grads={n: tensor_mark(p.grad) for n, p in params.items()},
         buffers={n: tensor_mark(b) for n, b in model.named_buffers(remove_duplicate=False)},
         modes={n: m.training for n, m in modules.items()},
-        attributes={n: sorted(vars(m)) for n, m in modules.items()},
+        attributes={n: {k: v if isinstance(v, int | float | str) else id(v) for k, v in vars(m).items() if k != "training"} for n, m in modules.items()},
         hooks={n: _hooks(m) for n, m in modules.items()} | {n: _tensor_hooks(p) for n, p in params.items()},
         state_dict=dict.fromkeys(model.state_dict(), True),
-        rng={k: str(v) if k == "python" else str([np.asarray(x).tolist() for x in v]) for k, v in rng_state().items()})
+        rng={k: str(v) if k == "python" else str([np.asarray(x).tolist() for x in (v if isinstance(v, tuple | list) else [v])]) for k, v in rng_state().items()})
 
 # %% ../nbs/00_state.ipynb #e80c76d4
 def _hooks(module:nn.Module)->dict:
@@ -112,22 +112,29 @@ def keep_values(
     tensors:list, # parameters and buffers whose numbers are copied
 )->Callable:      # call it to put them back
     "Remember the numbers in `tensors` and the storage that holds them"
-    kept = [(t, t.data, t.detach().clone()) for t in tensors]
+    kept = [(t, t.data, _own(t.detach()).clone()) for t in tensors]
     @torch.no_grad()
     def restore():
         for t, data, value in kept:
             t.data = data
-            data.copy_(value)
+            _own(data).copy_(value)
     return restore
+
+def _own(t:Tensor)->Tensor:
+    "`t` without the repeats that `expand` makes of one number"
+    for d, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if t.layout == torch.strided else ()):
+        if stride == 0 and size > 1: t = t.narrow(d, 0, 1)
+    return t
 
 # %% ../nbs/00_state.ipynb #400aa5db
 def keep_grads(
     model:nn.Module, # model whose gradients are set aside
 )->Callable:         # call it to put them back
-    "Set the gradients aside, and remember `requires_grad`, storage and tensor hooks of every parameter"
+    "Set the gradients aside, and remember `requires_grad`, storage and tensor hooks of every parameter and buffer"
+    leaves = [*model.parameters(), *(b for b in model.buffers() if b.is_leaf)]
     hooks = lambda p: {name: getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
-    kept = [(p, p.data, p.requires_grad, p.grad, {name: (h, dict(h or {})) for name, h in hooks(p).items()}) for p in model.parameters()]
-    for p in model.parameters(): p.grad = None
+    kept = [(p, p.data, p.requires_grad, p.grad, {name: (h, dict(h or {})) for name, h in hooks(p).items()}) for p in leaves]
+    for p in leaves: p.grad = None
     def restore():
         for p, data, requires_grad, grad, held in kept:
             p.grad, p.data = None, data
