@@ -55,7 +55,7 @@ def check_reach(
 ):
     "Raises ValueError with the reachable range if no choice within the bounds has the mean `target`"
     least, most = (float(np.average(b, weights=weights)) for b in (low, high))
-    if not bounds[0] - 1e-9 <= target <= bounds[1] + 1e-9: why = f"outside [{bounds[0]:.12g}, {bounds[1]:.12g}]"
+    if not bounds[0] - 1e-9 <= target <= bounds[1] + 1e-9: why = f"outside [{bounds[0]:.12g}, {bounds[1]:.12g}], which is min_pct and max_pct"
     if not least - 1e-9 <= target <= most + 1e-9: raise ValueError(f"target_pct {target:.12g} is out of reach: {why}; between {least:.12g} and {most:.12g} is possible")
 
 # %% ../nbs/14_allocate.ipynb #7bd77c5c

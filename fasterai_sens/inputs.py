@@ -103,7 +103,9 @@ class FirstBatches:
     "The first `n` batches of a DataLoader, anew each time, without moving its random numbers"
     def __init__(self, dl, n:int=4): self.dl, self.n = dl, n
     def __iter__(self):
-        rng = getattr(self.dl, "rng", None)   # a fastai DataLoader shuffles with a generator of its own
+        rng = getattr(self.dl, "rng", None)   # a fastai DataLoader shuffles with a generator of its own, and takes a new one each time
         state = rng and rng.getstate()
         try: yield from islice(iter(self.dl), self.n)
-        finally: state and rng.setstate(state)
+        finally:
+            if rng: rng.setstate(state)
+            if rng: self.dl.rng = rng
