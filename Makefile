@@ -37,12 +37,12 @@ sync: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 
-# one thread a notebook: they run side by side, one on each core
+# each notebook in a process of its own, side by side, with one thread each
 notebooks: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/nbdev-test --timing
+	find nbs -name '*.ipynb' -not -path '*/.*' | sort | OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning xargs -n 1 -P $$(getconf _NPROCESSORS_ONLN) $(BIN)/nbdev-test --timing
 
 pytest: $(READY) peers
-	$(RUN)/pytest -q tests
+	OMP_NUM_THREADS=1 $(RUN)/pytest -q tests
 
 bench: $(READY) peers
 	for f in benchmarks/*.py; do $(RUN)/python $$f || exit 1; done

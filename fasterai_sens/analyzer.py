@@ -56,7 +56,7 @@ def find_method(
 )->tuple:        # name for results, class
     "The method that is meant. Raises ValueError for an unknown name, NotImplementedError for one that is not there yet"
     if isinstance(compression, Perturbation):
-        return next((n for n, cls in methods.items() if cls is type(compression)), type(compression).__name__), type(compression)
+        return compression.method_name or type(compression).__name__, type(compression)
     if isinstance(compression, str) and compression in methods: return compression, methods[compression]
     if compression == "pruning": raise NotImplementedError("structural pruning is not part of this version; sparsity with granularity='filter' is the nearest")
     raise ValueError(unknown_name(compression, methods, "compression").args[0])

@@ -167,6 +167,7 @@ def leave_no_trace(
 # %% ../nbs/00_state.ipynb #658632e8
 class Perturbation:
     "A change of one unit of a model, undone at the end of the block: `with perturbation(model, unit): ...`"
+    method_name = None   # what users pass as `compression`; set by `method`
     default_level = 50   # the level meant by `level=None`
     level = None         # how hard this one compresses, as the user said it
     @classmethod
@@ -206,6 +207,6 @@ def method(
 )->Callable:  # class decorator
     "Enter a `Perturbation` class into the table of `methods`"
     def enter(cls):
-        methods[name] = cls
+        methods[name], cls.method_name = cls, name
         return cls
     return enter
