@@ -131,6 +131,20 @@ def score(model, x):
     return (out * torch.linspace(1, 2, out.numel()).view(out.shape)).square().mean()
 
 
+def evaluations(x, act):
+    """An `eval_fn`, and the same one with `act(model, x)` after it"""
+    def tidy(m):
+        with torch.no_grad():
+            return score(m, x).item()
+
+    def untidy(m):
+        value = tidy(m)
+        act(m, x)
+        return value
+
+    return tidy, untidy
+
+
 # ---- perturbations
 
 
@@ -601,14 +615,7 @@ def test_analysis_survives_what_eval_fn_does(kind, run, body):
     model, x = lived_in(kind)
     before = fingerprint(model)
 
-    def tidy(m):
-        with torch.no_grad():
-            return score(m, x).item()
-
-    def eval_fn(m):
-        value = tidy(m)
-        body(m, x)
-        return value
+    tidy, eval_fn = evaluations(x, body)
 
     if body in (rebuild, reparametrize):  # another set of weights is a change of weights: refused, or undone
         try:
@@ -715,14 +722,7 @@ def test_eval_fn_that_writes_weights_is_refused_or_undone(kind, write):
     model, x = lived_in(kind)
     before = fingerprint(model)
 
-    def tidy(m):
-        with torch.no_grad():
-            return score(m, x).item()
-
-    def eval_fn(m):
-        value = tidy(m)
-        write(m, x)
-        return value
+    tidy, eval_fn = evaluations(x, write)
 
     expected = metrics(analyse("weights", model, x, tidy))
     try:

@@ -67,15 +67,6 @@ def public(*modules):
     return SimpleNamespace(**{k: v for m in modules for k, v in vars(m).items() if not k.startswith("__")})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """One thread: sums in one order, and no waiting for a core that something else uses."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def old():
     """fasterai 0.3.2: its analysis, its `Sparsifier`, and its criteria."""

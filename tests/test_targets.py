@@ -302,7 +302,7 @@ def ask(source, model, target, low, high):
     return [float(x) for x in found[-2:]]
 
 
-def offers(source, model, low, high, least, most):
+def check_offers(source, model, low, high, least, most):
     """Check what the errors above and below `least` and `most` offer: the range, and ends that work."""
     for target in [t for t in (least - 1, most + 1, (most + 100) / 2, 100.0) if 1 <= t < least - 1e-3 or most + 1e-3 < t <= 100]:
         offered = ask(source, model, target, low, high)
@@ -315,21 +315,21 @@ def offers(source, model, low, high, least, most):
 @given(results(max_layers=4), percent_bounds())
 def test_outside_the_bounds_the_range_is_offered(case, bounds):
     (model, res), (low, high) = case, bounds
-    offers(res, model, low, high, low, high)
+    check_offers(res, model, low, high, low, high)
 
 
 @many
 @given(results(st.one_of(damages, st.just(math.nan)), max_layers=4), percent_bounds())
 def test_out_of_reach_the_range_is_offered(case, bounds):
     (model, res), (low, high) = case, bounds
-    offers(res, model, low, high, low, result_most(model, res, low, high))
+    check_offers(res, model, low, high, low, result_most(model, res, low, high))
 
 
 @many
 @given(sweeps(), percent_bounds())
 def test_a_sweep_offers_its_range(case, bounds):
     (model, sweep), (low, high) = case, bounds
-    offers(sweep, model, low, high, low, sweep_most(model, sweep, low, high))
+    check_offers(sweep, model, low, high, low, sweep_most(model, sweep, low, high))
 
 
 def test_why_a_target_is_out_of_reach_is_said():
