@@ -17,6 +17,7 @@ from .evaluate import falls, learner_criterion, learner_eval, learner_metric, le
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import find_units
 from .measure import measure, stop_rule
+from .prune import Pruned
 from .quantize import Quantized
 from .results import SensitivityResult, SweepResult, unknown_name
 from .sparsify import Sparse
@@ -54,11 +55,10 @@ def _same_device(device, actual:torch.device)->torch.device:
 def find_method(
     compression, # a name, or a `Perturbation`
 )->tuple:        # name for results, class
-    "The method that is meant. Raises ValueError for an unknown name, NotImplementedError for one that is not there yet"
+    "The method that is meant. Raises ValueError for an unknown name"
     if isinstance(compression, Perturbation):
         return compression.method_name or type(compression).__name__, type(compression)
     if isinstance(compression, str) and compression in methods: return compression, methods[compression]
-    if compression == "pruning": raise NotImplementedError("structural pruning is not part of this version; sparsity with granularity='filter' is the nearest")
     raise ValueError(unknown_name(compression, methods, "compression").args[0])
 
 # %% ../nbs/12_analyzer.ipynb #05e1b585
@@ -67,6 +67,7 @@ def _run(self:SensitivityAnalyzer, compression, levels, *, layers, layer_types, 
     "Find the units, prepare the method once, measure"
     name, cls = find_method(compression)
     units, skipped = find_units(self.model, layers, layer_types)
+    units = cls.find_units(self.model, units, self.sample)
     options |= dict(criteria=self.criteria, calibration_data=self.calibration_data, sample=self.sample)
     if isinstance(compression, Perturbation):
         if any(level is not None for level in levels or ()): raise ValueError(f"{compression} has its level already; leave `level` out")
@@ -80,7 +81,7 @@ def _run(self:SensitivityAnalyzer, compression, levels, *, layers, layer_types, 
 # %% ../nbs/12_analyzer.ipynb #552dd360
 @patch
 def analyze(self:SensitivityAnalyzer,
-    compression="sparsity",   # "sparsity", "quantization", or a `Perturbation`
+    compression="sparsity",   # "sparsity", "pruning", "quantization", or a `Perturbation`
     level=None,               # percent, or bits for quantization; None: 50 % or 8 bits
     *, granularity="weight",  # sparsity: block size, or an n:m pattern such as "2:4"
     layers=None,              # names of layers; None: all
@@ -96,7 +97,7 @@ def analyze(self:SensitivityAnalyzer,
 # %% ../nbs/12_analyzer.ipynb #c5f49413
 @patch
 def sweep(self:SensitivityAnalyzer,
-    compression="sparsity",   # "sparsity", "quantization"
+    compression="sparsity",   # "sparsity", "pruning", "quantization"
     levels=None,              # list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits
     *, early_stop_mode=None,  # "minimize", "maximize", "dropped" or "raised": leave out the harsher levels of a layer
     early_stop_value=None,    # below, above, fallen by or risen by more than this
@@ -114,7 +115,7 @@ def analyze_sensitivity(
     model:nn.Module,         # trained model; comes back bit for bit
     sample,                  # example input: a tensor, a tuple, or a dict of keyword inputs
     eval_fn:Callable,        # model -> number, 0-d tensor, or 1-D tensor of per-sample scores
-    compression="sparsity",  # "sparsity", "quantization", or a `Perturbation`
+    compression="sparsity",  # "sparsity", "pruning", "quantization", or a `Perturbation`
     level=None,              # percent, or bits for quantization; None: 50 % or 8 bits
     *, criteria=large_final, # which weights matter
     higher_is_better=True,   # direction of the metric

@@ -66,6 +66,10 @@ class Unit:
     @property
     def tensors(self)->list: return [self.weight]
     @property
+    def layers(self)->tuple: return (self,)
+    @property
+    def group_id(self)->str|None: return f"tied:{self.name}" if len(self.members) > 1 else None
+    @property
     def filters(self)->Tensor: return filters_first(self.module, self.weight.detach())
     @property
     def layer_type(self)->str: return type(self.module).__name__

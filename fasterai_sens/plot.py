@@ -11,7 +11,7 @@ import math
 import numpy as np
 from fastcore.basics import patch
 
-from .results import SensitivityResult, SweepResult, damage, in_bits
+from .results import SensitivityResult, SweepResult, damage, in_bits, label
 from .schedules import Schedule
 
 # %% ../nbs/19_plot.ipynb #75877c60
@@ -39,7 +39,7 @@ def plot(self:SensitivityResult,
 ):                   # matplotlib Axes
     "Bar chart of the damage to each layer, from green (robust) to red (fragile)"
     import matplotlib as mpl
-    rows, ax = [r for r in self.layers if r.prunable], new_axes(figsize, ax)
+    rows, ax = self.ranked, new_axes(figsize, ax)
     delta = np.array([r.delta for r in rows], float)
     finite, top = np.isfinite(delta), max(delta[np.isfinite(delta)].max(initial=0.), 1e-9)
     bars = ax.bar(range(len(rows)), np.where(finite, delta, 1.1*top), color=mpl.colormaps["RdYlGn_r"](shares(delta)), edgecolor="0.3", linewidth=.5)
@@ -47,17 +47,21 @@ def plot(self:SensitivityResult,
     ci = [(i, r.ci) for i, r in enumerate(rows) if r.ci and all(map(math.isfinite, r.ci))]
     if ci: ax.vlines([i for i, _ in ci], [c[0] for _, c in ci], [c[1] for _, c in ci], color="0.25", linewidth=1)
     ax.axhline(0, color="0.3", linewidth=.8)
-    ax.set_xticks(range(len(rows)), [r.name for r in rows], rotation=90 if len(rows) > 12 else 45, ha="center" if len(rows) > 12 else "right", fontsize=max(5, min(9, 320/max(len(rows), 1))))
+    ax.set_xticks(range(len(rows)), [label(r) for r in rows], rotation=90 if len(rows) > 12 else 45, ha="center" if len(rows) > 12 else "right", fontsize=max(5, min(9, 320/max(len(rows), 1))))
     ax.set(ylabel=f"damage to {self.metric_name}", xlim=(-.7, len(rows)-.3),
            title=f"{self.title}, one layer at a time (baseline {self.baseline_metric:.4f})" + ("; hatched: metric not finite" if not finite.all() else ""))
     ax.grid(axis="y", alpha=.3)
     return ax
 
 # %% ../nbs/19_plot.ipynb #3d9af8be
+def _shown(sweep:SweepResult)->dict:
+    "Layer name -> label, one for each group of coupled layers"
+    return {r.name: label(r) for result in sweep for r in result.ranked}
+
 def _table(sweep:SweepResult)->np.ndarray:
     "Damage by layer and level: NaN where it was not measured, infinite where the metric broke"
     at = {(r.compression_level, row.name): damage(row) for r in sweep for row in r.layers if row.prunable}
-    return np.array([[at.get((level, n), math.nan) for level in sweep.levels] for n in sweep.names], float)
+    return np.array([[at.get((level, n), math.nan) for level in sweep.levels] for n in _shown(sweep)], float)
 
 def _heat(sweep:SweepResult, ax):
     "Heat map of the damage"
@@ -65,14 +69,15 @@ def _heat(sweep:SweepResult, ax):
     top = d[np.isfinite(d)].max(initial=1e-9)
     image = ax.imshow(np.where(np.isinf(d), top, d), aspect="auto", cmap="RdYlGn_r", vmin=0, vmax=top, interpolation="none")
     ax.set_xticks(range(len(sweep.levels)), [f"{x:g}" for x in sweep.levels])
-    ax.set_yticks(range(len(sweep.names)), sweep.names, fontsize=max(4, min(9, 300/max(len(sweep.names), 1))))
+    names = list(_shown(sweep).values())
+    ax.set_yticks(range(len(names)), names, fontsize=max(4, min(9, 300/max(len(names), 1))))
     ax.figure.colorbar(image, ax=ax, label=f"damage to {sweep[0].metric_name}")
 
 def _lines(sweep:SweepResult, ax, named:int=6):
     "One curve a layer, the most fragile ones named"
-    d = _table(sweep)
+    d, names = _table(sweep), list(_shown(sweep).values())
     worst = np.argsort(-np.nan_to_num(d, nan=-math.inf, posinf=math.inf).max(1), kind="stable")
-    for rank, i in enumerate(worst): ax.plot(range(len(sweep.levels)), d[i], **(dict(marker="o", label=sweep.names[i], zorder=3) if rank < named else dict(color="0.75", linewidth=.8)))
+    for rank, i in enumerate(worst): ax.plot(range(len(sweep.levels)), d[i], **(dict(marker="o", label=names[i], zorder=3) if rank < named else dict(color="0.75", linewidth=.8)))
     ax.set_xticks(range(len(sweep.levels)), [f"{x:g}" for x in sweep.levels])
     ax.set(ylabel=f"damage to {sweep[0].metric_name}")
     ax.grid(alpha=.3)

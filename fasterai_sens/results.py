@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_pct', 'check_bits', 'unknown_name', 'LayerSensitivity', 'damage', 'SensitivityResult', 'in_bits', 'level_text',
-           'SweepResult', 'LayerTargets']
+           'label', 'SweepResult', 'LayerTargets']
 
 # %% ../nbs/01_results.ipynb #df794bab
 import json
@@ -123,6 +123,18 @@ def level_text(
     return f"{level:g} {'bits' if in_bits(compression) else '%'}"
 
 # %% ../nbs/01_results.ipynb #7416f7a1
+def label(
+    row:LayerSensitivity, # one row
+)->str:
+    "The layer's name, and how many others are compressed with it"
+    return row.name + f" +{len(row.group_members)-1}"*(len(row.group_members) > 1)
+
+@patch(as_prop=True)
+def ranked(self:SensitivityResult)->list: # of `LayerSensitivity`
+    "The measured rows in model order, the first of each group of coupled layers"
+    return list({r.group_id or r.name: r for r in reversed(self.layers) if r.prunable}.values())[::-1]
+
+# %% ../nbs/01_results.ipynb #ed81521e
 @patch
 def top(self:SensitivityResult,
     n:int=5,                    # how many rows; all if larger than there are
@@ -130,21 +142,21 @@ def top(self:SensitivityResult,
 )->list:                        # of `LayerSensitivity`
     "The `n` most (or least) sensitive layers"
     if isinstance(n, bool) or not isinstance(n, Integral) or n < 0: raise ValueError(f"n is a whole number of rows, 0 or more; got {n!r}")
-    return sorted((r for r in self.layers if r.prunable), key=damage, reverse=most_sensitive)[:n]
+    return sorted(self.ranked, key=damage, reverse=most_sensitive)[:n]
 
 # %% ../nbs/01_results.ipynb #0e9677ba
 def _row_text(row:LayerSensitivity, width:int)->str:
     "One line of the summary"
     pm = "" if row.stderr is None else f" ± {1.96*row.stderr:.4f}"
-    return f"    {row.name:{width}}  {row.layer_type:16} {row.params:>11,}  {row.delta:+.4f}{pm}"
+    return f"    {label(row):{width}}  {row.layer_type:16} {row.params:>11,}  {row.delta:+.4f}{pm}"
 
 @patch
 def summary(self:SensitivityResult,
     *, top:int=5, # rows of each kind
 ):
     "Print the baseline, the most fragile and the most robust layers, and what was skipped"
-    width = max((len(r.name) for r in self.layers), default=0)
-    print(f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f} | {len(self)} layers, one at a time")
+    width = max((len(label(r)) for r in self.layers), default=0)
+    print(f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f} | {len(self)} layers{f' in {n} groups' if (n := len({x.group_id or x.name for x in self.layers})) < len(self) else ''}, one at a time")
     if chosen := ", ".join(f"{k} {v}" for k, v in self.settings.items() if v is not None): print(f"  {chosen}")
     for title, most in (("most sensitive (fragile)", True), ("most robust (compressible)", False)):
         print(f"\n  {title}{'':{max(0, width + 31 - len(title))}} delta")
@@ -160,7 +172,7 @@ def _html_row(r:LayerSensitivity, largest:float)->str:
     share = 1. if not math.isfinite(r.delta) else max(0., min(1., r.delta/largest)) if largest > 0 else 0.
     bar = f'<div style="width:{1+99*share:.0f}px;height:.8em;background:hsl({120*(1-share):.0f},60%,45%)"></div>'
     ci = "" if r.ci is None else f"[{r.ci[0]:+.4f}, {r.ci[1]:+.4f}]"
-    cells = (escape(r.name), escape(r.layer_type), f"{r.params:,}", f"{r.compressed_metric:.4f}", f"{r.delta:+.4f}", ci, bar)
+    cells = (escape(label(r)), escape(r.layer_type), f"{r.params:,}", f"{r.compressed_metric:.4f}", f"{r.delta:+.4f}", ci, bar)
     return "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
 
 @patch
@@ -169,7 +181,8 @@ def _repr_html_(self:SensitivityResult, rows:int=20):
     shown = self.top(rows)
     largest = max((r.delta for r in shown if math.isfinite(r.delta)), default=0.)
     head = "".join(f"<th>{h}</th>" for h in ("layer", "type", "params", escape(self.metric_name), "delta", "95 %", ""))
-    rest = f"<p>{len(self)-len(shown)} more layers, {len(self.skipped)} skipped</p>" if len(self) > len(shown) or self.skipped else ""
+    more = len(self.ranked) - len(shown)
+    rest = f"<p>{more} more, {len(self.skipped)} skipped</p>" if more or self.skipped else ""
     return (f"<p><b>{escape(self.title)}</b>, baseline {escape(self.metric_name)} {self.baseline_metric:.4f}</p>"
             f"<table><tr>{head}</tr>{''.join(_html_row(r, largest) for r in shown)}</table>{rest}")
 

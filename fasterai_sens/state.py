@@ -175,6 +175,10 @@ class Perturbation:
         "The levels meant by `levels=None` in a sweep"
         return 25, 50, 75, 90
     @classmethod
+    def find_units(cls, model, units, sample)->list:
+        "What is compressed together, given the layers that were asked for: by default each of them alone"
+        return units
+    @classmethod
     def configure(cls, **options)->Callable:
         "Prepare once for a whole analysis; returns level -> perturbation. Methods with options pick those they understand"
         return cls
