@@ -154,6 +154,35 @@ def parts(self:Graph,
     return [Part(i.dep.target.module, self.dg.is_out_channel_pruning_fn(i.dep.handler), list(i.idxs), list(i.root_idxs), i.dep) for i in items if real(i.dep.target.module)]
 
 # %% ../nbs/06_channels.ipynb #ac0dd477
+@patch
+@torch.no_grad()
+def remove(self:Graph,
+    parts:list, # of `Part`; those of several roots may be joined
+)->dict:        # old parameter -> new parameter
+    "Take the channels of all `parts` out of the model. Raises ValueError if a shared weight would not stay shared"
+    merged = {}
+    for p in parts: merged.setdefault((p.module, p.prune.handler), (p, set()))[1].update(p.idxs)
+    for part, idxs in merged.values():
+        new = part.prune(sorted(idxs)) if idxs else part.module
+        if isinstance(part.module, nn.Parameter):
+            for m, attr in self.holders[part.module]: setattr(m, attr, new)
+    swaps = {}
+    for old, held in self.holders.items():
+        new = [getattr(m, attr) for m, attr in held]
+        if all(p is old for p in new): continue
+        why = self._torn(old, new)
+        if why: raise ValueError(f"{' and '.join(f'{self.names[m]}.{attr}'.lstrip('.') for m, attr in held)} {why}, and would not any more")
+        for m, attr in held: setattr(m, attr, new[0])
+        swaps[old] = new[0].requires_grad_(old.requires_grad)
+    return swaps
+
+@patch
+def _torn(self:Graph, old:nn.Parameter, new:list)->str|None:
+    "How a parameter was shared that its holders now have versions of their own of, or None"
+    if any(p.shape != new[0].shape or not torch.equal(p, new[0]) for p in new[1:]): return "share one weight"
+    if any(p is not old and p.data_ptr() == old.data_ptr() for p in self.holders): return "lies over the same numbers as another parameter"
+
+# %% ../nbs/06_channels.ipynb #e9661aab
 class _Selections(TorchFunctionMode):
     "Note every `index_select` inside the block"
     def __init__(self):
@@ -171,38 +200,22 @@ class _Selections(TorchFunctionMode):
             steps.insert(0, (dim, kept))
         return steps
 
-# %% ../nbs/06_channels.ipynb #2be04b7b
-@patch
-@torch.no_grad()
-def remove(self:Graph,
-    parts:list, # of `Part`; those of several roots may be joined
-)->dict:        # old parameter -> (new parameter, selections that made it)
-    "Take the channels of all `parts` out of the model. Raises ValueError if a shared weight would not stay shared"
-    merged = {}
-    for p in parts: merged.setdefault((p.module, p.prune.handler), (p, set()))[1].update(p.idxs)
-    with _Selections() as selections:
-        for part, idxs in merged.values():
-            new = part.prune(sorted(idxs)) if idxs else part.module
-            if isinstance(part.module, nn.Parameter):
-                for m, attr in self.holders[part.module]: setattr(m, attr, new)
-    swaps = {}
-    for old, held in self.holders.items():
-        new = [getattr(m, attr) for m, attr in held]
-        if all(p is old for p in new): continue
-        if any(p.shape != new[0].shape or not torch.equal(p, new[0]) for p in new[1:]): raise ValueError(f"{' and '.join(f'{self.names[m]}.{attr}' for m, attr in held)} share one weight, and would not any more")
-        if any(p is not old and p.data_ptr() == old.data_ptr() for p in self.holders): raise ValueError(f"{' and '.join(f'{self.names[m]}.{attr}' for m, attr in held)} lies over the same numbers as another parameter, and would not any more")
-        for m, attr in held: setattr(m, attr, new[0])
-        swaps[old] = new[0].requires_grad_(old.requires_grad), selections.steps(new[0], old)
-        if old.grad is not None: new[0].grad = narrowed(old.grad, swaps[old][1])
-    return swaps
-
 def narrowed(
     t:Tensor,   # shaped like the old parameter
-    steps:list, # `(dim, kept)`, from `Graph.remove`
+    steps:list, # `(dim, kept)`, from `Graph.cut`
 )->Tensor:      # shaped like the new one
     "What is left of `t` after the selections that made a parameter smaller"
     for dim, kept in steps: t = t.index_select(dim, kept.to(t.device))
     return t
+
+@patch
+def cut(self:Graph,
+    parts:list, # of `Part`
+)->dict:        # old parameter -> (new parameter, selections that made it)
+    "Remove the channels of all `parts` for good"
+    with _Selections() as selections: swaps = {old: (new, selections.steps(new, old)) for old, new in self.remove(parts).items()}
+    for old, (new, steps) in swaps.items(): new.grad = None if old.grad is None else narrowed(old.grad, steps)
+    return swaps
 
 # %% ../nbs/06_channels.ipynb #74292197
 def stripes(

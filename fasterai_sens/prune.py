@@ -296,7 +296,7 @@ def prune_to(self:Pruner,
     chosen = self._choose(share)
     if not chosen: return {}
     graph, names = next(iter(self.groups.values())).graph, {p: n for n, p in self.model.named_parameters()}
-    swaps = graph.remove([p for n, granules in chosen.items() for p in self.groups[n].parts_of(granules)])
+    swaps = graph.cut([p for n, granules in chosen.items() for p in self.groups[n].parts_of(granules)])
     refs = self.criteria.refs
     if isinstance(refs, dict): self.criteria = replace(self.criteria, refs=refs | {names[old]: narrowed(refs[names[old]], steps) for old, (_, steps) in swaps.items() if names[old] in refs})
     if self.criteria.needs == PREVIOUS: self.criteria = self.criteria.since(self.model)
