@@ -16,7 +16,7 @@ from .criteria import as_criterion, collectors, large_final
 from .evaluate import learner_criterion, learner_sample
 from .inputs import FirstBatches
 from .layers import check_types
-from .prune import Pruner, check_ratios, check_rising, check_round, swap_parameters
+from .prune import Pruner, check_ratios, check_optimizer, check_rising, check_round, swap_parameters
 from .schedules import Schedule, agp
 from .sparsify import Sparsifier, check_context, check_sparsity, print_report, sparsity_report
 
@@ -125,6 +125,7 @@ def before_batch(self:PruneCallback):
     "Remove what the schedule asks for by now"
     if not self.training or self.pruner is None: return
     share = self.schedule.progress(self.pct_train + 1/(self.n_iter*self.n_epoch))
+    check_optimizer(self.opt)
     with torch.autocast(next(self.learn.model.parameters()).device.type, enabled=False): swaps = self.pruner.prune_to(math.floor(share*self.steps + 1e-9)/self.steps)
     swap_parameters(self.opt, swaps)
 

@@ -132,7 +132,10 @@ def label(
 @patch(as_prop=True)
 def ranked(self:SensitivityResult)->list: # of `LayerSensitivity`
     "The measured rows in model order, the first of each group of coupled layers"
-    return list({r.group_id or r.name: r for r in reversed(self.layers) if r.prunable}.values())[::-1]
+    first = {}
+    for r in self.layers:
+        if r.prunable: first.setdefault(r.group_id or r.name, r)
+    return list(first.values())
 
 # %% ../nbs/01_results.ipynb #ed81521e
 @patch

@@ -23,9 +23,9 @@ class Schedule:
         pct_train:float, # share of training that is done, 0..1
     )->float:            # share of the target, 0..1
         "Share of the target to have reached by now"
-        if pct_train < self.start_pct: return 0.
+        if pct_train < self.start_pct - 1e-9: return 0.
         if pct_train >= self.end_pct - 1e-9: return float(self.f(1.))
-        return float(self.f((pct_train - self.start_pct)/(self.end_pct - self.start_pct)))
+        return float(self.f(max(0., pct_train - self.start_pct)/(self.end_pct - self.start_pct)))
 
 # %% ../nbs/17_schedules.ipynb #bf7de084
 def _all(pos): return 1.

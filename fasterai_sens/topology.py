@@ -66,8 +66,12 @@ def _weight_mask(
     unit:Unit, # layer the mask is for
     mask,      # a tensor, or a dict with "weight" and maybe "bias"
 )->Tensor:     # `[out, in, *kernel]`
-    "The mask of the weight. Raises ValueError if it does not fit"
-    t = mask["weight"] if isinstance(mask, Mapping) else mask
+    "The mask of the weight. Raises TypeError if it is no mask, ValueError if it does not fit"
+    t, bias = (mask.get("weight"), mask.get("bias")) if isinstance(mask, Mapping) else (mask, None)
+    if t is None and isinstance(mask, Mapping): raise ValueError(f"the mask of {unit.name!r} has no 'weight', only {', '.join(map(repr, mask))}")
+    odd = [x for x in (t, *([] if bias is None else [bias])) if not isinstance(x, Tensor)]
+    if odd: raise TypeError(f"the mask of {unit.name!r} is a tensor, or a dict with tensors 'weight' and maybe 'bias'; got {type(odd[0]).__name__}")
+    if bias is not None and tuple(bias.shape) != (unit.filters.shape[0],): raise ValueError(f"the bias mask of {unit.name!r} has shape {tuple(bias.shape)}, it has {unit.filters.shape[0]} outputs")
     if t.shape != unit.weight.shape: raise ValueError(f"the mask of {unit.name!r} has shape {tuple(t.shape)}, its weight {tuple(unit.weight.shape)}")
     return filters_first(unit.module, t)
 
@@ -103,7 +107,7 @@ def _balanced(
     "`keep`, and what else has to stay so that ranges stay equal"
     if group.pattern is None or len(group.granules[0]) == 1: return keep
     grouped = [p for p in group.parts if ranges_in(p) > 1]
-    if any(not p.out or not isinstance(p.module, (*convs, *transposed_convs)) or p.roots != p.idxs for p in grouped):
+    if not grouped or any(not p.out or not isinstance(p.module, (*convs, *transposed_convs)) or p.roots != p.idxs for p in grouped):
         for g in group.granules: keep[g] = keep[g].any()
         return keep
     size = sum(u.filters.flatten(1).float().norm(dim=1).cpu() for u in group.units if u.filters.shape[0] == len(keep))

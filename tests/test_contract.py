@@ -2,6 +2,8 @@
 
 import copy
 import random as python_random
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +11,21 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fasterai_sens import Perturbation, Quantized, SensitivityAnalyzer, Sparse, changes, fingerprint, large_final, leave_no_trace, taylor, wanda
+from fasterai_sens import (
+    Perturbation,
+    Pruned,
+    Quantized,
+    SensitivityAnalyzer,
+    Sparse,
+    changes,
+    channels,
+    fingerprint,
+    large_final,
+    leave_no_trace,
+    taylor,
+    wanda,
+)
+from fasterai_sens.channels import channel_groups
 from fasterai_sens.inputs import check_sample
 from fasterai_sens.layers import all_units
 from fasterai_sens.state import methods
@@ -72,7 +88,34 @@ class AttentionNet(nn.Module):
         return self.head(self.bn(self.twice(self.twice(x).relu()).mean(1)))
 
 
+class TransformerNet(nn.Module):
+    """An encoder layer with its eval fast path, and layers behind it"""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.mid = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8)
+        self.bn, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.bn(self.mid(self.encoder(x)).mean(1)))
+
+
+class ResidualNet(nn.Module):
+    """Three layers that are added up, an inner one, and a linear layer that reads each channel at several places"""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.bn, self.inner = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 6, 3, padding=1)
+        self.slope, self.back, self.skip = nn.PReLU(6), nn.Conv2d(6, 8, 1, bias=False), nn.Conv2d(4, 8, 1)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(2), nn.Linear(32, 3)
+
+    def forward(self, x):
+        y = self.bn(self.stem(x)).relu()
+        return self.head(self.pool(y + self.back(self.slope(self.inner(y))) + self.skip(x)).flatten(1))
+
+
 MODELS = {"conv": ConvNet, "tied": TiedNet, "attention": AttentionNet}
+PRUNABLE = {"conv": ConvNet, "residual": ResidualNet, "transformer": TransformerNet}  # those of which channels can be removed
 
 
 def example(kind):
@@ -80,7 +123,7 @@ def example(kind):
     gen = torch.Generator().manual_seed(1)
     if kind == "tied":
         return torch.randint(12, (4, 5), generator=gen)
-    return torch.randn((4, 4, 6, 6) if kind == "conv" else (4, 5, 8), generator=gen)
+    return torch.randn((4, 4, 6, 6) if kind in ("conv", "residual") else (4, 5, 8), generator=gen)
 
 
 MODULE_HOOKS = {
@@ -113,7 +156,7 @@ def hook_everything(module, param):
 def lived_in(kind):
     """A model with a past: gradients, moved statistics, a frozen layer, mixed modes and hooks of every kind"""
     torch.manual_seed(0)
-    model, x = MODELS[kind](), example(kind)
+    model, x = (MODELS | PRUNABLE)[kind](), example(kind)
     score(model, x).backward()
     units, _ = all_units(model)
     units[0].weight.grad = None
@@ -183,22 +226,34 @@ OPTIONS = {
         {"criteria": torch.sin},
     ],
     "quantization": [{"level": 3}, {"level": 3, "quant_per_channel": False}, {"level": 3, "quant_activations": True}],
+    "pruning": [{}, {"level": 75, "round_to": 2}, {"criteria": wanda}, {"criteria": taylor}],
 }
 SETUPS = [(name, options) for name in CLASSES for options in OPTIONS.get(name, [{}])]
 SETUP_IDS = [" ".join([n, *(f"{k}={getattr(v, '__name__', v)}" for k, v in o.items())]) for n, o in SETUPS]
 each_setup = pytest.mark.parametrize("setup", SETUPS, ids=SETUP_IDS)
 each_model = pytest.mark.parametrize("kind", MODELS)
+CASES = [(setup, kind) for setup in SETUPS for kind in (PRUNABLE if setup[0] == "pruning" else MODELS)]
+
+
+def parametrize_cases(*kinds):
+    """Each setup on each model that it is for"""
+    chosen = [c for c in CASES if c[1] in kinds]
+    return pytest.mark.parametrize("setup,kind", chosen, ids=[f"{SETUP_IDS[SETUPS.index(setup)]}-{kind}" for setup, kind in chosen])
+
+
+each_case, each_conv_case = parametrize_cases(*MODELS, *PRUNABLE), parametrize_cases("conv", "residual")
 
 
 def prepare(setup, model, x):
     """The perturbation as an analysis would make it, and the units it takes"""
     name, options = setup
     cls, (units, _) = CLASSES[name], all_units(model)
+    units = cls.find_units(model, units, x)
     data = [(x, torch.zeros(len(x), dtype=torch.long))]
     make = cls.configure(model=model, units=units, calibration_data=data, sample=x, **{k: v for k, v in options.items() if k != "level"})
     p = make(options.get("level", cls.default_level))
     reasons = {u: p.refusal(u) for u in units}
-    assert all(why is None or why for why in reasons.values())
+    assert all(why is None or isinstance(why, str) and why for why in reasons.values())
     return p, [u for u, why in reasons.items() if why is None]
 
 
@@ -232,8 +287,27 @@ def module_names(modules, model):
     return {n for n, m in model.named_modules(remove_duplicate=False) if any(m is o for o in modules)}
 
 
-@each_model
-@each_setup
+# group -> modules that lose outputs or inputs with it
+TOUCHED = {
+    "conv": {"grouped": {"grouped", "depthwise", "point"}},
+    "residual": {"stem": {"stem", "bn", "inner", "back", "skip", "head"}, "inner": {"inner", "slope", "back"}},
+    "transformer": {"encoder.linear1": {"encoder.linear1", "encoder.linear2"}, "mid": {"mid", "bn", "head"}},
+}
+SHRINKS = {"weight", "bias", "running_mean", "running_var"}
+
+
+def check_only_smaller(kind, name, found):
+    """Tensors of the modules that are coupled, and their attributes for sizes; hooks of a parameter are left with the larger one"""
+    for section, where in (c.split(": ", 1) for c in found):
+        path, _, last = where.rpartition(".")
+        if section == "attributes":
+            assert where in TOUCHED[kind][name], where
+        else:
+            assert section in ("parameters", "buffers", "hooks") and path in TOUCHED[kind][name] and last in SHRINKS, (section, where)
+    assert {c.removeprefix("parameters: ").rpartition(".")[0] for c in found if c.startswith("parameters: ")} == TOUCHED[kind][name]
+
+
+@each_case
 def test_acts_on_its_unit_alone(setup, kind):
     """Inside the block the weight of the unit differs and nothing else; gradients are set aside; after it all is as before"""
     model, x = lived_in(kind)
@@ -245,6 +319,10 @@ def test_acts_on_its_unit_alone(setup, kind):
         with p(model, unit):
             found = {c for c in changes(before, fingerprint(model)) if not c.startswith("grads: ")}
             assert all(q.grad is None for q in model.parameters())
+        if setup[0] == "pruning":
+            check_only_smaller(kind, unit.name, found)
+            assert changes(before, fingerprint(model)) == [], unit.name
+            continue
         expected = {f"parameters: {n}" for n in names_of(unit.weight, model)}
         if setup[1].get("quant_activations"):
             expected |= {f"hooks: {n}" for n in module_names(unit.modules, model)}
@@ -255,8 +333,7 @@ def test_acts_on_its_unit_alone(setup, kind):
         assert changes(before, fingerprint(model)) == [], unit.name
 
 
-@each_model
-@each_setup
+@each_case
 def test_moves_the_output(setup, kind):
     """Inside the block the model answers differently, and after it as before"""
     model, x = lived_in(kind)
@@ -385,8 +462,7 @@ each_body = pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 
 
 @each_body
-@each_model
-@each_setup
+@each_case
 def test_no_trace_of_the_body(setup, kind, body):
     """Whatever the body does, and however it ends"""
     model, x = lived_in(kind)
@@ -398,31 +474,127 @@ def test_no_trace_of_the_body(setup, kind, body):
     assert changes(before, fingerprint(model)) == []
 
 
-@each_setup
-def test_unit_may_be_written_to(setup):
-    """What the body does to the weight of the unit is undone as well"""
-    model, x = lived_in("conv")
+@each_conv_case
+def test_unit_may_be_written_to(setup, kind):
+    """What the body does to the weights of the unit is undone as well"""
+    model, x = lived_in(kind)
     p, units = prepare(setup, model, x)
     before = fingerprint(model)
     for unit in units:
         for ending in ENDINGS:
-            in_block(p, model, unit, unit.weight.data.zero_, ending)
+            in_block(p, model, unit, lambda unit=unit: [u.weight.data.zero_() for u in unit.layers], ending)
     assert changes(before, fingerprint(model)) == []
 
 
-@each_setup
-def test_blocks_can_be_nested(setup):
+@each_conv_case
+def test_blocks_can_be_nested(setup, kind):
     """One perturbation inside another, on the same unit and on others"""
-    model, x = lived_in("conv")
+    model, x = lived_in(kind)
     p, units = prepare(setup, model, x)
-    before = fingerprint(model)
+    before, layers = fingerprint(model), all_units(model)[0]
     for unit in units:
-        with Quantized(3)(model, units[0]):
+        with Quantized(3)(model, unit.layers[0]):
             middle = fingerprint(model)
-            with p(model, unit), Sparse(50)(model, units[-1]):
+            with p(model, unit), Sparse(50)(model, layers[-1]):
                 assert changes(middle, fingerprint(model))
             assert changes(middle, fingerprint(model)) == []
     assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("kind", ["conv", "residual", "transformer"])
+def test_what_is_pruned_looks_like_before(kind):
+    """A smaller parameter is trained or frozen, and of the type, as the larger one was; modules keep their modes; no number is new"""
+    model, x = lived_in(kind)
+    p, groups = prepare(("pruning", {}), model, x)
+    assert {g.name for g in groups} == set(TOUCHED[kind])
+    old, modes = dict(model.named_parameters()), {n: m.training for n, m in model.named_modules()}
+    for group in groups:
+        with p(model, group):
+            new = dict(model.named_parameters())
+            assert list(new) == list(old)
+            assert {n: m.training for n, m in model.named_modules()} == modes
+            smaller = [n for n in new if new[n].shape != old[n].shape]
+            assert {n.rpartition(".")[0] for n in smaller} == TOUCHED[kind][group.name]
+            for n in old:
+                assert (new[n].requires_grad, new[n].dtype, new[n].is_leaf, type(new[n])) == (old[n].requires_grad, old[n].dtype, True, nn.Parameter)
+                assert torch.isin(new[n], old[n]).all() and (n in smaller or new[n] is old[n])
+            score(model.train(), x).backward()
+            assert all((q.grad is None) == (not q.requires_grad) for n, q in new.items())
+
+
+def test_pruned_inside_pruned():
+    """Two groups at once, in either order, are as small as both, and the model comes back from each block"""
+    model, x = lived_in("residual")
+    p, groups = prepare(("pruning", {}), model, x)
+    before, sizes = fingerprint(model), []
+    for outer, inner in (groups, groups[::-1]):
+        with p(model, outer):
+            middle = fingerprint(model)
+            with p(model, inner):
+                model.eval()(x)
+                sizes.append({n: tuple(q.shape) for n, q in model.named_parameters()})
+            assert changes(middle, fingerprint(model)) == []
+        assert changes(before, fingerprint(model)) == []
+    assert sizes[0] == sizes[1] and sizes[0]["inner.weight"] == (3, 4, 3, 3) and sizes[0]["back.weight"] == (4, 3, 1, 1)
+
+
+@pytest.mark.parametrize("error", ENDINGS[1:], ids=repr)
+@pytest.mark.parametrize("kind", PRUNABLE)
+def test_no_trace_of_pruning_that_fails(kind, error):
+    """The criterion breaks; or a rule of torch-pruning does, when most of the group is smaller already"""
+    model, x = lived_in(kind)
+    before = fingerprint(model)
+
+    def broken(w):
+        draw(model, x)
+        raise error
+
+    class BrokenRule:
+        handler = None
+
+        def __call__(self, idxs):
+            fill_gradients(model, x)
+            raise error
+
+    for group in [g for g in channel_groups(model, x) if g.reason is None]:
+        with pytest.raises(type(error)), Pruned(50, broken)(model, group):
+            pytest.fail("the body must not run")
+        assert changes(before, fingerprint(model)) == []
+        parts = [*group.parts, replace(group.parts[0], prune=BrokenRule())]
+        with pytest.raises(type(error)), Pruned(50)(model, replace(group, parts=parts)):
+            pytest.fail("the body must not run")
+        assert changes(before, fingerprint(model)) == []
+
+
+def test_pruning_does_not_break_ties():
+    """A weight that two layers share, or see from two sides, would have to be cut differently for each: refused, with the reason"""
+    model, x = lived_in("tied")
+    before, calls = fingerprint(model), []
+    found = SensitivityAnalyzer(model, x, lambda m: calls.append(m) or score(m, x).item()).analyze("pruning", verbose=False)
+    assert [r.name for r in found.layers] == ["encode", "head"] and not any(r.prunable for r in found.layers) and found.top() == []
+    reasons = dict(found.skipped)
+    assert "encode.weight" in reasons["encode"] and "same numbers" in reasons["encode"]
+    assert "embed.weight and head.weight share one weight" in reasons["head"]
+    assert len(calls) == 1, "what is refused is not evaluated"
+    assert changes(before, fingerprint(model)) == []
+    for group in channel_groups(model, x):
+        with pytest.raises(ValueError, match="would not any more"), Pruned(50)(model, group):
+            pytest.fail("the body must not run")
+        assert changes(before, fingerprint(model)) == []
+
+
+def test_pruning_of_a_model_on_which_the_search_does_not_end(monkeypatch):
+    """Time runs out, says the reason, and nothing is left behind by what was stopped"""
+    monkeypatch.setattr(channels, "find_groups", partial(channels.find_groups, seconds=0.2, total=0.6))
+    model, x = lived_in("attention")
+    before, calls = fingerprint(model), []
+    found = SensitivityAnalyzer(model, x, lambda m: calls.append(m) or score(m, x).item()).analyze("pruning", verbose=False)
+    assert changes(before, fingerprint(model)) == []
+    reasons = dict(found.skipped)
+    refused = [r.name for r in found.layers if not r.prunable]
+    assert {r.name for r in found.layers} == {u.name for u in all_units(model)[0]} and "cross.q_proj_weight" in refused
+    assert all(isinstance(reasons[n], str) and reasons[n] for n in refused)
+    assert len(calls) == 1 + len(found.layers) - len(refused)
 
 
 class Breaks(Perturbation):
@@ -553,6 +725,8 @@ def test_odd_tensors(odd):
     before = fingerprint(model)
     r = SensitivityAnalyzer(model, x, lambda m: score(m, x).item()).analyze("quantization", 3, layers=["stem", "up"], verbose=False)
     assert all(row.delta for row in r.layers)
+    r = SensitivityAnalyzer(model, x, lambda m: score(m, x).item()).analyze("pruning", 50, layers=["grouped"], verbose=False)
+    assert [(row.name, row.prunable) for row in r.layers] == [("grouped", True), ("depthwise", True)] and all(row.delta for row in r.layers)
     assert changes(before, fingerprint(model)) == []
 
 
@@ -593,22 +767,33 @@ RUNS = {
     "stopped": (wanda, lambda a: a.sweep("quantization", [8, 3], early_stop_mode="dropped", early_stop_value=1e-6, verbose=False)),
     "progress": (large_final, lambda a: a.analyze("sparsity", 50, layers="head", verbose=True)),
 }
-each_run = pytest.mark.parametrize("run", RUNS)
+CHANNEL_RUNS = {
+    "channels": (large_final, lambda a: a.analyze("pruning", 50, verbose=False)),
+    "channels wanda": (wanda, lambda a: a.analyze("pruning", 50, verbose=False)),
+    "channels taylor": (taylor, lambda a: a.analyze("pruning", 50, verbose=False)),
+    "channels sweep": (wanda, lambda a: a.sweep("pruning", [25, 50, 75], early_stop_mode="raised", early_stop_value=1e6, verbose=False)),
+}
+FIRST_CALLS = [(k, run, n) for k in MODELS for run in RUNS for n in ((1, 2) if run == "progress" else (1, 2, 3))] + [
+    (k, run, n) for k, calls in {"conv": 2, "residual": 3, "transformer": 3}.items() for run in CHANNEL_RUNS for n in range(1, calls + 1)
+]
 
 
 def analyse(run, model, x, eval_fn, data=None):
     """One of `RUNS` on `model`"""
-    criteria, call = RUNS[run]
+    criteria, call = (RUNS | CHANNEL_RUNS)[run]
     data = [(x, torch.zeros(len(x), dtype=torch.long))] if data is None else data
     return call(SensitivityAnalyzer(model, x, eval_fn, criteria=criteria, calibration_data=data))
 
 
 def metrics(found):
-    """All the metrics of a result or of a sweep, to compare"""
-    return [(r.name, r.compressed_metric) for s in (found if hasattr(found, "levels") else [found]) for r in s.layers]
+    """All the metrics of a result or of a sweep, to compare, one for a group"""
+    return [(r.name, r.compressed_metric) for s in (found if hasattr(found, "levels") else [found]) for r in s.ranked]
 
 
-@pytest.mark.parametrize("kind,run", [(k, r) for k in MODELS for r in RUNS if k == "conv" or r in ("filters", "activations", "stopped")])
+WITH_BODIES = [(k, r) for k in MODELS for r in RUNS if k == "conv" or r in ("filters", "activations", "stopped")]
+
+
+@pytest.mark.parametrize("kind,run", [*WITH_BODIES, *((k, r) for k in PRUNABLE for r in ("channels", "channels sweep"))])
 @each_body
 def test_analysis_survives_what_eval_fn_does(kind, run, body):
     """The model comes back, and no row notices what `eval_fn` did in an earlier one"""
@@ -629,10 +814,8 @@ def test_analysis_survives_what_eval_fn_does(kind, run, body):
     assert changes(before, fingerprint(model)) == []
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("kind,run,k", FIRST_CALLS)
 @pytest.mark.parametrize("error", ENDINGS[1:], ids=repr)
-@each_run
-@each_model
 def test_analysis_survives_eval_fn_that_raises(kind, run, error, k):
     """At the baseline, at the first unit, at the next one: the exception comes through and the model comes back"""
     model, x = lived_in(kind)
@@ -643,7 +826,7 @@ def test_analysis_survives_eval_fn_that_raises(kind, run, error, k):
         run_backward(m, x)
         add_hooks(m, x)
         draw(m, x)
-        if len(calls) == (min(k, 2) if run == "progress" else k):
+        if len(calls) == k:
             raise error
         return score(m, x).item()
 
@@ -653,9 +836,11 @@ def test_analysis_survives_eval_fn_that_raises(kind, run, error, k):
     assert changes(before, fingerprint(model)) == []
 
 
+WITH_DATA = [(k, r) for k in MODELS for r in ("wanda", "taylor", "activations")] + [(k, r) for k in PRUNABLE for r in ("channels wanda", "channels taylor")]
+
+
 @pytest.mark.parametrize("error", ENDINGS[1:], ids=repr)
-@pytest.mark.parametrize("run", ["wanda", "taylor", "activations"])
-@each_model
+@pytest.mark.parametrize("kind,run", WITH_DATA)
 def test_analysis_survives_data_that_raises(kind, run, error):
     """The second batch of calibration data does not come"""
     model, x = lived_in(kind)
@@ -715,18 +900,18 @@ def set_data(model, x):
         p.data = p.data * 0.5
 
 
-@each_model
+@pytest.mark.parametrize("kind,run", [*((k, "weights") for k in MODELS), *((k, "channels") for k in PRUNABLE)])
 @pytest.mark.parametrize("write", [opt_step, load_zeros, write_data, set_data], ids=lambda f: f.__name__)
-def test_eval_fn_that_writes_weights_is_refused_or_undone(kind, write):
+def test_eval_fn_that_writes_weights_is_refused_or_undone(kind, run, write):
     """A row is never measured on weights that an earlier `eval_fn` left behind"""
     model, x = lived_in(kind)
     before = fingerprint(model)
 
     tidy, eval_fn = evaluations(x, write)
 
-    expected = metrics(analyse("weights", model, x, tidy))
+    expected = metrics(analyse(run, model, x, tidy))
     try:
-        assert metrics(analyse("weights", model, x, eval_fn)) == expected
+        assert metrics(analyse(run, model, x, eval_fn)) == expected
     except ValueError as e:
         assert "changed the weights" in str(e)
     assert changes(before, fingerprint(model)) == []
@@ -757,8 +942,8 @@ def test_perturbation_that_writes_beyond_its_unit_is_refused_or_undone():
     assert changes(before, fingerprint(model)) == []
 
 
-@each_model
-def test_every_evaluation_sees_the_same_random_numbers(kind):
+@pytest.mark.parametrize("kind,run", [*((k, "sweep") for k in MODELS), ("residual", "channels sweep")])
+def test_every_evaluation_sees_the_same_random_numbers(kind, run):
     """An `eval_fn` that draws its data draws the same data for every row, so that rows can be compared"""
     model, x = lived_in(kind)
     seen = []
@@ -767,12 +952,12 @@ def test_every_evaluation_sees_the_same_random_numbers(kind):
         seen.append((python_random.random(), np.random.rand(), torch.rand(1).item()))
         return score(m, x).item()
 
-    analyse("sweep", model, x, eval_fn)
+    analyse(run, model, x, eval_fn)
     assert len(seen) > 4 and len(set(seen)) == 1
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("run", ["bits", "wanda", "taylor", "activations"])
+@pytest.mark.parametrize("run", ["bits", "wanda", "taylor", "activations", *CHANNEL_RUNS])
 def test_analysis_inside_no_grad(run, around):
     """Calling from a block without gradients changes neither the result nor the model"""
     model, x = lived_in("conv")
@@ -783,8 +968,8 @@ def test_analysis_inside_no_grad(run, around):
     assert changes(before, fingerprint(model)) == []
 
 
-@each_model
-def test_gradients_are_out_of_the_way(kind):
+@pytest.mark.parametrize("kind,run", [*((k, "weights") for k in MODELS), *((k, "channels") for k in PRUNABLE)])
+def test_gradients_are_out_of_the_way(kind, run):
     """Every evaluation starts in eval mode and without gradients"""
     model, x = lived_in(kind)
 
@@ -795,7 +980,7 @@ def test_gradients_are_out_of_the_way(kind):
         m.train()
         return score(m, x).item()
 
-    assert len(analyse("weights", model, x, eval_fn)) > 1
+    assert len(analyse(run, model, x, eval_fn)) > 1
 
 
 # ---- check_sample

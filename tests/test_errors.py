@@ -14,10 +14,13 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
+from torchvision.models import shufflenet_v2_x0_5
 
 from fasterai_sens import (
     LayerSensitivity,
     LayerTargets,
+    Pruned,
+    Pruner,
     Quantized,
     Schedule,
     SensitivityAnalyzer,
@@ -28,6 +31,7 @@ from fasterai_sens import (
     SweepResult,
     analyze_sensitivity,
     changes,
+    dsd,
     fingerprint,
     large_final,
     leave_no_trace,
@@ -107,6 +111,7 @@ def integer_weights():
 TOKENS, TWO, ATTENTION, NORMED, INTEGERS = Tokens(), Two(), Attention(), all_normed(), integer_weights()
 NO_LAYERS, LAZY, META = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)), nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Linear(2, 2, device="meta"))
 FLAT, HALF, FOREIGN = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), nn.Linear(3, 2).half(), nn.Sequential(nn.Linear(2, 2))
+SHUFFLE, SHUFFLED, SMALL = shufflenet_v2_x0_5(num_classes=3), torch.randn(1, 3, 32, 32), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 PARAMS = {"conv1": 112, "conv2": 222, "tied1": 48, "fc": 35}
 TYPES = {"conv1": "Conv2d", "conv2": "Conv2d", "tied1": "Linear", "fc": "Linear"}
 
@@ -269,9 +274,64 @@ ERRORS = [
     ("compression number", lambda w: w.analyze(50), ValueError, ["unknown compression 50", "'sparsity'"]),
     ("compression list", lambda w: w.analyze(["sparsity", "quantization"]), ValueError, ["unknown compression", "'sparsity'"]),
     ("compression class", lambda w: w.analyze(Sparse), ValueError, ["unknown compression", "'sparsity'"]),
-    ("pruning", lambda w: w.analyze("pruning"), NotImplementedError, ["pruning", "not part of this version", "filter"]),
-    ("pruning sweep", lambda w: w.sweep("pruning", [25, 50]), NotImplementedError, ["pruning", "not part of this version"]),
-    ("pruning function", lambda w: analyze_sensitivity(w.model, w.x, w.score, "pruning"), NotImplementedError, ["not part of this version"]),
+    # pruning: what cannot be traced, and what may not be cut
+    ("pruning 100", lambda w: w.analyze("pruning", 100), ValueError, ["100 %", "no channel"]),
+    ("pruning 150", lambda w: w.analyze("pruning", 150), ValueError, [*PCT, "level", "150"]),
+    ("pruning -1", lambda w: w.analyze("pruning", -1), ValueError, [*PCT, "-1"]),
+    ("pruning True", lambda w: w.analyze("pruning", True), ValueError, [*PCT, "True"]),
+    ("pruning NaN", lambda w: w.analyze("pruning", NAN), ValueError, [*PCT, "nan"]),
+    ("pruning text", lambda w: w.analyze("pruning", "50"), ValueError, [*PCT, "'50'"]),
+    ("pruning list", lambda w: w.analyze("pruning", [50]), ValueError, [*PCT, "[50]"]),
+    ("pruning sweep", lambda w: w.sweep("pruning", [25, 100]), ValueError, ["100 %", "no channel"]),
+    ("pruning sweep 150", lambda w: w.sweep("pruning", [25, 150]), ValueError, [*PCT, "150"]),
+    ("pruning sweep empty", lambda w: w.sweep("pruning", []), ValueError, ["levels is empty"]),
+    ("pruning function", lambda w: analyze_sensitivity(w.model, w.x, w.score, "pruning", 150, verbose=False), ValueError, [*PCT, "150"]),
+    ("pruning near", lambda w: w.analyze("prunning"), ValueError, ["unknown compression 'prunning'", "did you mean 'pruning'"]),
+    ("pruning shuffled", lambda w: w.analyzer(SHUFFLE, SHUFFLED).analyze("pruning"), ValueError, ["ShuffleNetV2", "sparsity and quantization can do without"]),
+    ("pruning shuffled sweep", lambda w: w.analyzer(SHUFFLE, SHUFFLED).sweep("pruning"), ValueError, ["ShuffleNetV2", "sparsity and quantization"]),
+    ("pruning unknown layer", lambda w: w.analyze("pruning", layers=["conv3"]), KeyError, ["unknown layer 'conv3'", "did you mean", "'conv1'"]),
+    ("pruning not compressible", lambda w: w.analyze("pruning", layers=["bn"]), KeyError, ["'bn'", "BatchNorm2d"]),
+    ("pruning bad baseline", lambda w: w.analyzer(eval_fn=lambda m: NAN).analyze("pruning", verbose=False), ValueError, ["untouched model is nan"]),
+    ("pruning infinite baseline", lambda w: w.analyzer(eval_fn=lambda m: INF).sweep("pruning", verbose=False), ValueError, ["untouched model is inf"]),
+    ("pruning wanda without data", lambda w: w.analyzer(criteria=wanda).analyze("pruning"), ValueError, ["wanda", "calibration_data"]),
+    ("pruning movement", lambda w: w.analyzer(criteria=movement).analyze("pruning"), ValueError, ["movement", "initial weights"]),
+    ("pruned 100", lambda w: Pruned(100), ValueError, ["100 %", "no channel"]),
+    ("pruned 101", lambda w: Pruned(101), ValueError, [*PCT, "101"]),
+    ("pruned True", lambda w: Pruned(True), ValueError, [*PCT, "True"]),
+    ("pruned text", lambda w: Pruned("50"), ValueError, [*PCT, "'50'"]),
+    ("pruned criteria", lambda w: Pruned(50, "l1"), TypeError, ["criteria is one of", "'l1'"]),
+    ("pruned criteria name", lambda w: Pruned(50, "large_final"), TypeError, ["large_final", "not its name"]),
+    ("pruned round_to 0", lambda w: Pruned(50, round_to=0), ValueError, ["round_to", "1 or more", "0"]),
+    ("pruned round_to True", lambda w: Pruned(50, round_to=True), ValueError, ["round_to", "True"]),
+    ("pruned round_to fraction", lambda w: Pruned(50, round_to=1.5), ValueError, ["round_to", "1.5"]),
+    ("pruned has its level", lambda w: w.analyze(Pruned(50), 50), ValueError, ["has its level already"]),
+    # Pruner
+    ("pruner model", lambda w: Pruner(5, 50), TypeError, ["model is an nn.Module", "int"]),
+    ("pruner 100", lambda w: Pruner(w.model, 100, example_inputs=w.x), ValueError, ["pruning_ratio", "100 %", "no channel"]),
+    ("pruner 150", lambda w: Pruner(w.model, 150, example_inputs=w.x), ValueError, [*PCT, "pruning_ratio", "150"]),
+    ("pruner text", lambda w: Pruner(w.model, "50", example_inputs=w.x), ValueError, [*PCT, "'50'"]),
+    ("pruner context", lambda w: Pruner(w.model, 50, "both", example_inputs=w.x), ValueError, ["'local' or 'global'", "'both'"]),
+    ("pruner global targets", lambda w: Pruner(w.model, {"conv1": 50}, "global", example_inputs=w.x), ValueError, ["global", "context='local'"]),
+    ("pruner one bad", lambda w: Pruner(w.model, {"conv1": 150}, example_inputs=w.x), ValueError, [*PCT, "'conv1'", "150"]),
+    ("pruner bits", lambda w: Pruner(w.model, LayerTargets(BITS_TARGETS, "bits"), example_inputs=w.x), ValueError, ["percent", "bits"]),
+    ("pruner unknown", lambda w: Pruner(w.model, {"conv3": 50}, example_inputs=w.x), KeyError, ["unknown layer 'conv3'", "'conv1'"]),
+    ("pruner output", lambda w: Pruner(w.model, {"fc": 50}, example_inputs=w.x), ValueError, ["fc cannot be pruned", "output of the model"]),
+    ("pruner tied", lambda w: Pruner(w.model, {"tied2": 50}, example_inputs=w.x), ValueError, ["tied1 cannot be pruned", "share one weight"]),
+    ("pruner nothing", lambda w: Pruner(w.model, {"conv1": 10}, example_inputs=w.x), ValueError, ["nothing to prune", "10 % of 4 channels is none"]),
+    ("pruner schedule falls", lambda w: Pruner(w.model, 50, schedule=dsd, example_inputs=w.x), ValueError, ["schedule falls", "cannot come back"]),
+    ("pruner schedule name", lambda w: Pruner(w.model, 50, schedule="agp", example_inputs=w.x), TypeError, ["schedule is a Schedule", "'agp'"]),
+    ("pruner steps 0", lambda w: Pruner(w.model, 50, steps=0, example_inputs=w.x), ValueError, ["steps", "1 or more", "0"]),
+    ("pruner steps True", lambda w: Pruner(w.model, 50, steps=True, example_inputs=w.x), ValueError, ["steps", "True"]),
+    ("pruner steps fraction", lambda w: Pruner(w.model, 50, steps=2.5, example_inputs=w.x), ValueError, ["steps", "2.5"]),
+    ("pruner round_to", lambda w: Pruner(w.model, 50, round_to=0, example_inputs=w.x), ValueError, ["round_to", "0"]),
+    ("pruner ignored unknown", lambda w: Pruner(w.model, 50, ignored_layers=["conv3"], example_inputs=w.x), KeyError, ["unknown layer 'conv3'", "'conv1'"]),
+    ("pruner ignored foreign", lambda w: Pruner(w.model, 50, ignored_layers=[FOREIGN[0]], example_inputs=w.x), KeyError, ["Linear", "not in the model"]),
+    ("pruner ignored all", lambda w: Pruner(w.model, 50, ignored_layers=[w.model], example_inputs=w.x), ValueError, ["nothing to prune", "ignored_layers"]),
+    ("pruner example too small", lambda w: Pruner(w.model, 50, example_inputs=torch.ones(1, 3, 2, 2)), ValueError, ["Net does not run on the sample"]),
+    ("pruner example channels", lambda w: Pruner(w.model, 50, example_inputs=torch.ones(1, 5, 6, 6)), ValueError, ["Net does not run", "5 channels"]),
+    ("pruner shuffled", lambda w: Pruner(SHUFFLE, 50, example_inputs=SHUFFLED), ValueError, ["torch-pruning cannot trace ShuffleNetV2"]),
+    ("pruner criteria", lambda w: Pruner(w.model, 50, criteria="l1", example_inputs=w.x), TypeError, ["criteria is one of", "'l1'"]),
+    ("pruner wanda", lambda w: Pruner(w.model, 50, criteria=wanda, example_inputs=w.x), ValueError, ["wanda", "calibration_data"]),
     ("granularity near", lambda w: w.analyze(granularity="filters"), ValueError, ["unknown granularity 'filters'", "did you mean 'filter'"]),
     ("granularity far", lambda w: w.analyze(granularity="zz"), ValueError, ["unknown granularity 'zz'", "known are", "'weight'"]),
     ("granularity None", lambda w: w.analyze(granularity=None), ValueError, ["unknown granularity None"]),
@@ -548,8 +608,10 @@ def test_callback_with_wrong_names_stops_before_training(targets, error, word, t
         (lambda w, v: w.targets(target_pct=v), 0.4304),
         (lambda w, v: Sparsifier(w.model).sparsify_model(v), 0.4305),
         (lambda w, v: SparsifyCallback({"fc": v}), 0.4306),
+        (lambda w, v: Pruned(v), 0.4308),
+        (lambda w, v: w.analyze("pruning", v, layers="conv1"), 0.4309),
     ],
-    ids=["perturbation", "analyze", "sweep", "targets", "sparsifier", "callback"],
+    ids=["perturbation", "analyze", "sweep", "targets", "sparsifier", "callback", "pruned", "pruning"],
 )
 def test_a_fraction_is_taken_as_percent_and_warns_once(act, value, tmp_path):
     """Half a percent is what `0.5` says, but hardly what was meant"""
@@ -602,3 +664,15 @@ def test_good_calls_beside_the_bad_ones(tmp_path):
     assert SensitivityResult.from_json(w.saved(result())) == result()
     assert w.analyzer(criteria=random, device="cpu").analyze(verbose=False, layers=["tied2"]).layers[0].name == "tied1"
     assert SensitivityAnalyzer.from_learner(w.learner()).analyze(verbose=False).metric_name == "accuracy"
+
+
+def test_pruning_of_what_is_left_out_is_a_result(tmp_path):
+    """The output layer alone, or a level of which nothing is removed: not measured, not ranked, and the reason is there"""
+    w = World(tmp_path)
+    found = w.analyze("pruning", layers="fc")
+    assert [(r.name, r.prunable, math.isnan(r.delta)) for r in found.layers] == [("fc", False, True)] and found.top() == []
+    assert "output of the model" in dict(found.skipped)["fc"] and w.calls == 1
+    found = w.analyze("pruning", 8, layers="conv1")
+    assert not found.layers[0].prunable and "8 % of 4 channels is none" in dict(found.skipped)["conv1"]
+    with pytest.raises(ValueError, match="no layer of this result can be compressed"):
+        found.to_layer_targets(w.model)

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fasterai_sens import LayerSensitivity, LayerTargets, SensitivityResult, Sparsifier, SweepResult
+from fasterai_sens import LayerSensitivity, LayerTargets, SensitivityAnalyzer, SensitivityResult, Sparsifier, SweepResult
 from fasterai_sens.criteria import granularities
 from fasterai_sens.layers import all_units
 from fasterai_sens.sparsify import keep_mask, n_dropped, sparsity_mask
@@ -708,3 +708,121 @@ def test_targets_are_what_the_sparsifier_reaches(case, share):
     for name, pct in targets.items():
         w = model.get_submodule(name).weight
         assert -1 < int((w == 0).sum()) - w.numel() * pct / 100 <= 1e-6
+
+
+# ---------------------------------------------------------------- channels: rows that are measured together
+
+
+class Coupled(nn.Module):
+    """Three convolutions that are added up, one inside, and a head"""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 8, 1)
+        self.d, self.head = nn.Conv2d(3, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        """`a`, `c` and `d` share their outputs"""
+        y = self.a(x).relu()
+        return self.head((y + self.c(self.b(y).relu()) + self.d(x)).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def coupled():
+    """The model, what was measured on it, and how often."""
+    torch.manual_seed(0)
+    model, x, calls = Coupled(), torch.randn(4, 3, 3, 3), []
+    a = SensitivityAnalyzer(model, x, lambda m: calls.append(1) or m(x).detach().square().mean().item(), higher_is_better=False)
+    sweep = a.sweep("pruning", [25, 50, 75], verbose=False)
+    return a, sweep, len(calls)
+
+
+TRIO = ["a", "c", "d"]
+
+
+def test_coupled_rows_share_everything_measured(coupled):
+    """One evaluation for the three, and the same numbers in their rows."""
+    _, sweep, calls = coupled
+    assert calls == 1 + 3 * 2
+    for r in sweep:
+        rows = {x.name: x for x in r.layers}
+        assert list(rows) == ["a", "b", "c", "d", "head"]
+        assert len({(rows[n].group_id, rows[n].delta, rows[n].compressed_metric, tuple(rows[n].group_members)) for n in TRIO}) == 1
+        assert rows["a"].group_members == TRIO and rows["a"].group_id and rows["b"].group_id is None and rows["b"].group_members == []
+        assert [rows[n].params for n in rows] == [32, 54, 56, 32, 36] and not rows["head"].prunable
+
+
+def test_a_group_has_one_place_in_rankings_and_plots(coupled, capsys):
+    """Under the name of its first layer, with the number of the others."""
+    import matplotlib.pyplot as plt
+
+    _, sweep, _ = coupled
+    res = sweep[1]
+    assert [r.name for r in res.ranked] == ["a", "b"] and {r.name for r in res.top(10)} == {"a", "b"} and len(res.top(1, most_sensitive=False)) == 1
+    res.summary()
+    out = capsys.readouterr().out
+    assert "a +2 " in out and "5 layers in 3 groups" in out and "head: its channels are the output" in out and "nan" not in out
+    html = res._repr_html_()
+    assert html.count("<tr>") == 3 and "<td>a +2</td>" in html and "<td>c</td>" not in html and "<td>head</td>" not in html
+    ax = res.plot()
+    assert len(ax.patches) == 2 and [t.get_text() for t in ax.get_xticklabels()] == ["a +2", "b"]
+    heat, lines = sweep.plot()
+    assert [t.get_text() for t in heat.get_yticklabels()] == ["a +2", "b"] and len(lines.lines) == 2
+    plt.close("all")
+
+
+def test_coupled_rows_are_saved_and_read_back(coupled, folder):
+    """JSON keeps groups, CSV one row a layer."""
+    _, sweep, _ = coupled
+    assert repr(round_trip(sweep[1], folder / "coupled.json").as_dict()) == repr(sweep[1].as_dict())
+    assert [repr(r.as_dict()) for r in round_trip(sweep, folder / "coupled.json")] == [repr(r.as_dict()) for r in sweep]
+    sweep[1].to_csv(folder / "coupled.csv")
+    back = read_csv(folder / "coupled.csv", index="name")
+    assert list(back.index) == [*"abcd", "head"] and back.loc["c", "group_members"] == str(TRIO) and back.loc["head", "prunable"] == "False"
+    sweep.to_csv(folder / "coupled.csv")
+    back = read_csv(folder / "coupled.csv", index="layer")
+    assert list(back.loc["a"]) == list(back.loc["c"]) == list(back.loc["d"]) and "" not in list(back.loc["a"]) and set(back.loc["head"]) == {""}
+
+
+@pytest.mark.parametrize("target", [0, 17, 45.5, 70])
+def test_targets_of_coupled_rows(coupled, target):
+    """The mean over the weights that can be removed is exact, the three have one value, and the head has none."""
+    a, sweep, _ = coupled
+    for source in (sweep, *sweep):
+        targets = source.to_layer_targets(a.model, target)
+        check_exact(a.model, targets, target, 0, 90)
+        assert list(targets) == [*"abcd"] and len({targets[n] for n in TRIO}) == 1
+
+
+def test_coupled_rows_out_of_reach(coupled):
+    """Where the metric of one layer of a group broke, all of it stays, and the range is said."""
+    a, sweep, _ = coupled
+    with pytest.raises(ValueError, match="no layer goes beyond the last level measured for it; between 0 and 75 is possible"):
+        sweep.to_layer_targets(a.model, 80)
+    res = SensitivityResult(**{**sweep[1].as_dict(), "layers": [LayerSensitivity(**r.as_dict()) for r in sweep[1].layers]})
+    res.layers[2].delta = math.nan  # c, of 120 weights in 144 with a, d and b of 48: a 24, b 48, c 48, d 24
+    with pytest.raises(ValueError, match="a, c, d must stay at min_pct.*between 0 and 30 is possible"):
+        res.to_layer_targets(a.model, 50)
+    assert res.to_layer_targets(a.model, 30) == pytest.approx({"a": 0, "b": 90, "c": 0, "d": 0})
+
+
+def test_coupled_rows_stop_together(coupled):
+    """Early stop is for the group: no row of it is measured at a harsher level, and no evaluation is spent on it."""
+    a, full, _ = coupled
+    calls, old = [], a.eval_fn
+    a.eval_fn = lambda m: calls.append(1) or old(m)
+    deltas = {r.name: abs(r.delta) for r in full[0].ranked}
+    first = max(deltas, key=deltas.get)
+    row = next(r for r in full[0].layers if r.name == first)
+    mode, value = ("raised", max(row.delta, 0) * 0.999) if row.delta > 0 else ("dropped", -row.delta * 0.999)
+    try:
+        sweep = a.sweep("pruning", [25, 50, 75], early_stop_mode=mode, early_stop_value=value, verbose=False)
+    finally:
+        a.eval_fn = old
+    gone = {"a": TRIO, "b": ["b"]}[first]
+    for r in sweep[1:]:
+        assert not set(gone) & {x.name for x in r.layers}
+        assert all("stopped early" in dict(r.skipped)[n] for n in gone)
+    assert len(calls) == 1 + sum(len(r.ranked) for r in sweep) < 7
+    stopped = a.sweep("pruning", [25, 50, 75], early_stop_mode="maximize", early_stop_value=0, verbose=False)
+    assert [len(r.ranked) for r in stopped] == [2, 0, 0]
