@@ -146,6 +146,8 @@ class Graph:
         for u in self.units: self.units_at.setdefault(self.root(u), []).append(u)
         for m in model.modules():
             for attr, p in m.named_parameters(recurse=False): self.holders.setdefault(p, []).append((m, attr))
+        places = [p.data_ptr() for p in self.holders]
+        self.doubled = {p for p, place in zip(self.holders, places, strict=True) if places.count(place) > 1}
 
 # %% ../nbs/06_channels.ipynb #ad33201a
 @patch
@@ -209,7 +211,7 @@ def remove(self:Graph,
 def _torn(self:Graph, old:nn.Parameter, new:list)->str|None:
     "How a parameter was shared that its holders now have versions of their own of, or None"
     if any(p.shape != new[0].shape or not torch.equal(p, new[0]) for p in new[1:]): return "share one weight"
-    if any(p is not old and p.data_ptr() == old.data_ptr() for p in self.holders): return "lies over the same numbers as another parameter"
+    if old in self.doubled: return "lies over the same numbers as another parameter"
 
 # %% ../nbs/06_channels.ipynb #e9661aab
 class _Selections(TorchFunctionMode):
@@ -454,16 +456,15 @@ def fault(self:Graph,
 )->str|None:
     "Why channels of `groups` cannot be removed, or None if they can"
     chance = torch.Generator().manual_seed(0)
-    for share in (0, 1/3):
-        parts = [p for g in groups for p in g.parts_of(pick(g, torch.rand(len(g.granules), generator=chance), max(1, int(share*len(g.granules)))))]
-        silent_in, silent = self.run(parts, silent=True)
-        try: taken_in, taken = self.run(parts)
-        except TornWeight as e: return f"{e}; leave it out"
-        except follow_errors as e: return f"without some of its channels the model does not run ({describe(e)}); leave it out, or let the code there take the size from its input"
-        if [t.shape for t in taken] != [t.shape for t in silent]: return is_output
-        if not exact: continue
-        if not all((t.isfinite() & (t != 0)).any() for t in silent_in): return "on this sample what its readers get is all zero or no number, which proves nothing; give a sample on which it is not"
-        if any(map(_apart, [*taken_in, *taken], [*silent_in, *silent])): return f"its channels are moved or mixed on the way to their readers ({', '.join(self.ways(groups[0]))}); leave it out"
+    trials = [[p for g in groups for p in g.parts_of(pick(g, torch.rand(len(g.granules), generator=chance), max(1, int(share*len(g.granules)))))] for share in (1/3, 0)]
+    silent_in, silent = self.run(trials[0], silent=True)
+    try: (taken_in, taken), (_, fewer) = map(self.run, trials)
+    except TornWeight as e: return f"{e}; leave it out"
+    except follow_errors as e: return f"without some of its channels the model does not run ({describe(e)}); leave it out, or let the code there take the size from its input"
+    if any([t.shape for t in out] != [t.shape for t in silent] for out in (taken, fewer)): return is_output
+    if not exact: return None
+    if not all((t.isfinite() & (t != 0)).any() for t in silent_in): return "on this sample what its readers get is all zero or no number, which proves nothing; give a sample on which it is not"
+    if any(map(_apart, [*taken_in, *taken], [*silent_in, *silent])): return f"its channels are moved or mixed on the way to their readers ({', '.join(self.ways(groups[0]))}); leave it out"
 
 def _apart(x:Tensor, y:Tensor)->bool:
     "Whether two tensors differ in shape or numbers"

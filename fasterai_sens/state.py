@@ -32,9 +32,9 @@ def tensor_mark(
 # %% ../nbs/00_state.ipynb #c082bd2f
 def containers(
     module:nn.Module, # one module, its children not looked into
-)->dict:              # name -> the dict or set itself, not a copy
-    "The private dictionaries and sets in which `module` keeps parameters, buffers, children and hooks"
-    return {k: v for k, v in vars(module).items() if k.startswith("_") and isinstance(v, (dict, set))}
+)->dict:              # name -> the dict, set or list itself, not a copy
+    "The private dictionaries, sets and lists in which `module` keeps parameters, buffers, children, hooks, and (recurrent layers) its weights in order"
+    return {k: v for k, v in vars(module).items() if k.startswith("_") and isinstance(v, (dict, set, list))}
 
 # %% ../nbs/00_state.ipynb #514abf78
 def rng_state()->dict: # name of the generator -> its state
@@ -68,7 +68,7 @@ def fingerprint(
         grads={n: tensor_mark(p.grad) for n, p in params.items()},
         buffers={n: tensor_mark(b) for n, b in model.named_buffers(remove_duplicate=False)},
         modes={n: m.training for n, m in modules.items()},
-        attributes={n: {k: v if isinstance(v, int | float | str) else id(v) for k, v in vars(m).items() if k != "training"} for n, m in modules.items()},
+        attributes={n: {k: v if isinstance(v, int | float | str) else (id(v), *map(id, v)) if isinstance(v, list) else id(v) for k, v in vars(m).items() if k != "training"} for n, m in modules.items()},
         hooks={n: _hooks(m) for n, m in modules.items()} | {n: _tensor_hooks(p) for n, p in params.items()},
         state_dict=dict.fromkeys(model.state_dict(), True),
         rng={k: str(v) if k == "python" else str([np.asarray(x).tolist() for x in (v if isinstance(v, tuple | list) else [v])]) for k, v in rng_state().items()})
@@ -103,7 +103,7 @@ def keep_modules(
             vars(m).update(own)
             for name, value in inner.items():
                 own[name].clear()
-                own[name].update(value)
+                (own[name].extend if isinstance(value, list) else own[name].update)(value)
             if m.training != training: m.training = training
     return restore
 

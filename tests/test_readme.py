@@ -13,13 +13,19 @@ def test_quick_start_runs(capsys):
     """The blocks run one after the other, as a reader would run them, and do what the text says."""
     matplotlib.use("Agg")
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", text, re.S): exec(compile(block, "README.md", "exec"), names)
+    first, plain, pruning = (compile(block, "README.md", "exec") for block in re.findall(r"```python\n(.*?)```", text, re.S))
+    exec(first, names)
+    exec(plain, names)
     assert "most sensitive (fragile)" in capsys.readouterr().out
     assert names["targets"].mean(names["model"]) == pytest.approx(80, abs=1e-6)
     weights = [p for n, p in names["model"].named_parameters() if n.removesuffix(".weight") in names["targets"]]
     zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
     assert zeros == pytest.approx(.8, abs=1e-4)
     assert names["result"].compression_level == 4
+    params = sum(p.numel() for p in names["model"].parameters())
+    exec(pruning, names)
+    assert sum(p.numel() for p in names["learn"].model.parameters()) < .7 * params
+    assert names["ratios"]["conv1"] == names["ratios"]["layer1.0.conv2"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -752,9 +752,9 @@ def encoder_layer():
 
 @case
 def lstm():
-    """The graph does not see into recurrent layers"""
+    """A recurrent layer reads channels"""
     layers = dict(a=Linear(4, 8), rnn=nn.LSTM(8, 6, batch_first=True), head=Linear(6, 2))
-    return Case(Net(lambda m, x: m.head(m.rnn(m.a(x))[0]), **layers), noise(2, 3, 4), {}, {"a": "leave it out"})
+    return Case(Net(lambda m, x: m.head(m.rnn(m.a(x))[0]), **layers), noise(2, 3, 4), {"a": {"rnn": same}})
 
 
 @case
@@ -834,7 +834,7 @@ def half_precision_flipped():
 
 def mute(module, columns):
     """Zero the weights through which a layer reads some of its inputs"""
-    w, groups = module.weight.data, getattr(module, "groups", 1)
+    w, groups = (module.weight_ih_l0 if isinstance(module, nn.LSTM) else module.weight).data, getattr(module, "groups", 1)
     for c in columns:
         if isinstance(module, nn.modules.conv._ConvTransposeNd):
             w[c] = 0
