@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['digits', 'digits_learner', 'one_shot_accuracy', 'fine_tuned_accuracy', 'compare_plans', 'size_and_speed',
-           'uniform_of_size', 'compare_pruned', 'analyse', 'print_demo']
+           'uniform_of_size', 'compare_pruned', 'analyse', 'print_sparse', 'print_pruned', 'print_demo']
 
 # %% ../nbs/21_demo.ipynb #3bd6fb9f
 from collections.abc import Callable
@@ -162,7 +162,7 @@ def analyse(
     return sweep, bits, pruning
 
 # %% ../nbs/21_demo.ipynb #b1df944e
-def _print_sparse(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
+def print_sparse(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
     "Targets for sparsity, and what they do"
     one, curves = sweep[-1].to_layer_targets(learn.model, pct), sweep.to_layer_targets(learn.model, pct)
     one.to_json(out/"targets.json")
@@ -173,7 +173,7 @@ def _print_sparse(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
     print(f"\nHeld-out accuracy at {pct:g} % sparsity, in one shot and after 2 epochs of fine-tuning with SparsifyCallback:\n")
     print(compare_plans(learn, plans, evaluate).to_string(float_format="{:.3f}".format))
 
-def _print_pruned(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
+def print_pruned(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
     "Targets for pruning, and what they do"
     curves = sweep.to_layer_targets(learn.model, pct)
     curves.to_json(out/"pruning_targets.json")
@@ -197,6 +197,6 @@ def print_demo(
     print(f"accuracy on 300 held-out digits: {evaluate(learn.model).mean().item():.4f}\n\nAnalysing, one layer at a time, on 297 other digits ...")
     sweep, bits, pruning = analyse(learn, out)
     for r in (sweep[-1], bits, pruning[1]): print(); r.summary()
-    _print_sparse(learn, sweep, out, evaluate, pct)
-    _print_pruned(learn, pruning, out, evaluate, channels)
+    print_sparse(learn, sweep, out, evaluate, pct)
+    print_pruned(learn, pruning, out, evaluate, channels)
     print(f"\nPlots, CSV and JSON are in {out}/")

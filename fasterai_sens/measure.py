@@ -96,9 +96,10 @@ def measure(
             if score: restore()
             if why: left_out.extend((layer.name, why) for layer in u.layers)
             if u.name in stopped: continue
-            rows.extend(rows_of(u, base, score, higher_is_better))
+            new = rows_of(u, base, score, higher_is_better)
+            rows.extend(new)
             if score and stop(score.value, base.value): stopped[u.name] = f"stopped early: {metric_name} {score.value:.4g} at level {p.level:g}"
-            if verbose: steps.comment = f"{u.name} " + ("not measured" if why else f"{rows_of(u, base, score, higher_is_better)[0].delta:+.4f}")
+            if verbose: steps.comment = f"{u.name} " + ("not measured" if why else f"{new[0].delta:+.4f}")
     order = {u.name: i for i, u in enumerate(all_units(model)[0])}
     for rows, _ in found.values(): rows.sort(key=lambda r: order[r.name])
     return SweepResult([SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings) for p in levels])

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['channel_scores', 'n_gone', 'rounded', 'check_ratio', 'check_round', 'Pruned', 'check_ratios', 'check_rising',
-           'guess_inputs', 'named_modules_of', 'without_ignored', 'resolve', 'model_size', 'Pruner', 'check_optimizer',
-           'swap_parameters']
+           'guess_inputs', 'named_modules_of', 'without_ignored', 'resolve', 'model_size', 'Pruner', 'check_steps',
+           'in_one_ranking', 'check_optimizer', 'swap_parameters']
 
 # %% ../nbs/08_prune.ipynb #f0a86262
 import math
+import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from .channels import ChannelGroup, Graph, Part, channel_groups, n_outputs, narrowed, pick, renewed
 from .counters import count_flops_params
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
-from .layers import Unit, all_units
+from .inputs import check_sample
+from .layers import Unit, all_units, find_units
 from .results import LayerTargets, check_pct, unknown_name
 from .sparsify import n_dropped
 from .state import Perturbation, method
@@ -108,9 +110,10 @@ class Pruned(Perturbation):
         names = {u.name for u in units}
         return [g for g in channel_groups(model, sample) if names & {u.name for u in g.units}]
     @classmethod
-    def configure(cls, *, model, criteria=large_final, calibration_data=None, sample=None, round_to=1, **_):
-        "Fetch what the criterion needs, for the groups and their readers"
-        return partial(cls, criteria=bind(criteria, model, all_units(model)[0], calibration_data, sample), round_to=check_round(round_to))
+    def configure(cls, *, model, granularity="weight", criteria=large_final, calibration_data=None, sample=None, **_):
+        "Fetch what the criterion needs, for the groups and their readers. Raises ValueError for a granularity"
+        if granularity not in ("weight", "filter"): raise ValueError(f"pruning takes whole output channels out; leave granularity={granularity!r} away")
+        return partial(cls, criteria=bind(criteria, model, all_units(model)[0], calibration_data, sample))
     @property
     def level(self): return self.pct
     @property
@@ -119,7 +122,8 @@ class Pruned(Perturbation):
 # %% ../nbs/08_prune.ipynb #b0de747c
 @patch
 def refusal(self:Pruned, unit):
-    "Why no channels of the group are removed at this level, or None"
+    "Why no channels of the group are removed at this level, or None. Raises TypeError for a single layer"
+    if not isinstance(unit, ChannelGroup): raise TypeError(f"pruning takes a group of channel_groups(model, sample); got {type(unit).__name__}")
     return unit.reason or _nothing(unit, self.pct, self.round_to) or next(filter(None, map(self.criteria.missing, unit.units)), None)
 
 def _nothing(group:ChannelGroup, pct:float, round_to:int)->str|None:
@@ -131,6 +135,7 @@ def _nothing(group:ChannelGroup, pct:float, round_to:int)->str|None:
 @patch
 def change(self:Pruned, model, unit):
     "Take the least important channels of the group out"
+    if not isinstance(unit, ChannelGroup): raise TypeError(f"pruning takes a group of channel_groups(model, sample); got {type(unit).__name__}")
     if unit.graph.model is not model: raise ValueError("the group was found in another model; call channel_groups on this one")
     granules = unit.granules
     n = n_gone(len(granules), self.pct, len(granules[0]), self.round_to)
@@ -146,6 +151,7 @@ def check_ratios(
     if not isinstance(ratio, Mapping): return check_ratio(ratio)
     if context == "global": raise ValueError("targets for each layer and one global ranking exclude each other; use context='local'")
     if getattr(ratio, "unit", "percent") != "percent": raise ValueError(f"pruning_ratio is in percent; these targets are in {ratio.unit}")
+    if not ratio: raise ValueError("pruning_ratio is empty: name at least one layer, or give one percentage for all")
     return {n: check_ratio(p, f"target of {n!r}", computed=isinstance(ratio, LayerTargets)) for n, p in ratio.items()}
 
 def check_rising(
@@ -162,19 +168,25 @@ def guess_inputs(
     model:nn.Module, # any model
 )->Tensor:
     "One image of 224 x 224, or one row, of the size that the first layer takes. Raises ValueError for other first layers"
-    first, w = all_units(model)[0][0].module, all_units(model)[0][0].weight
+    unit = next(iter(find_units(model)[0]))
+    first, w = unit.module, unit.weight
     if not isinstance(first, nn.Conv2d | nn.Linear): raise ValueError(f"give example_inputs: what {type(model).__name__} takes cannot be guessed")
     shape = (1, first.in_features) if isinstance(first, nn.Linear) else (1, first.in_channels, 224, 224)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(w)
+    guess = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(w)
+    try: check_sample(model, guess)
+    except ValueError as e: raise ValueError(f"give example_inputs: {type(model).__name__} does not run on {shape}, the size that its first layer takes ({e})") from e
+    return guess
 
 # %% ../nbs/08_prune.ipynb #d59e4e72
 def named_modules_of(
     model:nn.Module, # any model
     layers,          # modules or names, or None
 )->set:              # of modules
-    "The modules meant, with everything inside them. Raises KeyError for one that is not in the model"
+    "The modules meant, with everything inside them. Raises KeyError for one that is not in the model, TypeError for anything else"
     known, found = dict(model.named_modules(remove_duplicate=False)), set()
-    for layer in [layers] if isinstance(layers, str | nn.Module) else layers or ():
+    layers = [layers] if isinstance(layers, str | nn.Module) else layers or ()
+    if not isinstance(layers, Iterable) or not all(isinstance(x, str | nn.Module) for x in layers): raise TypeError(f"ignored_layers holds modules or names; got {layers!r}"[:200])
+    for layer in layers:
         if isinstance(layer, str) and layer not in known: raise unknown_name(layer, known)
         m = known[layer] if isinstance(layer, str) else layer
         if not any(m is k for k in known.values()): raise KeyError(f"this {type(m).__name__} is not in the model")
@@ -194,11 +206,12 @@ def resolve(
     groups:list, # of `ChannelGroup`
     ratio,       # percent, or layer name -> percent
     round_to:int=1, # the number of channels that stay is a multiple of this
+    context="local", # "local": a percentage of each group; "global": of all
 )->tuple:        # group name -> percent, list of `(name, reason)`
     "What to remove from which group, and what stays for which reason. Raises KeyError and ValueError"
     if isinstance(ratio, Mapping): asked = _asked(groups, ratio)
     else: asked = {g.name: ratio for g in groups}
-    reasons = {g.name: g.reason or _nothing(g, asked[g.name], round_to) for g in groups if asked.get(g.name)}
+    reasons = {g.name: g.reason or (_nothing(g, asked[g.name], round_to) if context == "local" else None) for g in groups if asked.get(g.name)}
     if isinstance(ratio, Mapping):
         for g in groups:
             if g.reason and asked.get(g.name): raise ValueError(f"{g.name} cannot be pruned: {g.reason}")
@@ -220,8 +233,10 @@ def model_size(
     model:nn.Module, # any model
     sample,          # one example input
 )->dict:             # layers: name -> (type, outputs, parameters); parameters and multiply-accumulates of the whole
-    "How large a model is now"
-    macs, _, _ = count_flops_params(model, sample, verbose=False)
+    "How large a model is now; what `count_flops_params` does not see is not in it"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")   # of weights that are used outside their modules, which cannot be counted
+        macs, _, _ = count_flops_params(model, sample, verbose=False)
     return dict(layers={u.name: (u.layer_type, u.filters.shape[0], u.params) for u in all_units(model)[0]}, params=sum(p.numel() for p in model.parameters()), macs=macs)
 
 # %% ../nbs/08_prune.ipynb #a018a883
@@ -230,7 +245,7 @@ class Pruner:
     def __init__(self,
         model:nn.Module,      # changed in place, by `prune_model`
         pruning_ratio,        # percent of the channels of every group, or layer name -> percent
-        context:str="local",  # "local": a percentage of each group; "global": one ranking over all groups
+        context:str="local",  # "local": a percentage of each group; "global": of the channels (or heads, ...) of all groups together, in one ranking
         criteria=large_final, # which channels matter; compares with the weights of now if it needs earlier ones
         schedule=None,        # `Schedule` over the `steps`; None: in equal steps
         ignored_layers=None,  # modules or names; their outputs, and what is coupled to them, stay as they are
@@ -240,19 +255,25 @@ class Pruner:
         calibration_data=None, # for criteria that use data
     ):
         ratio, self.schedule, self.round_to = check_ratios(pruning_ratio, context), check_rising(schedule), check_round(round_to)
-        self.model, self.context, self.steps, self.done = model, context, _check_steps(steps), 0
+        self.model, self.context, self.steps, self.done = model, context, check_steps(steps), 0
+        if schedule is not None and steps == 1: raise ValueError("a schedule needs several calls of prune_model to spread over; give steps")
         units, ignored = all_units(model)[0], named_modules_of(model, ignored_layers)
         self.example_inputs = guess_inputs(model) if example_inputs is None else example_inputs
         groups = without_ignored(channel_groups(model, self.example_inputs), ignored)
-        self.targets, self.skipped = resolve(groups, ratio, self.round_to)
+        self.targets, self.skipped = resolve(groups, ratio, self.round_to, context)
         self.groups = {g.name: g for g in groups if g.name in self.targets}
         self.sizes, self.before = {n: len(g.granules) for n, g in self.groups.items()}, model_size(model, self.example_inputs)
         c = as_criterion(criteria)
-        c = c.since(model) if c.needs in (INITIAL, PREVIOUS) and c.refs is None else c
+        if c.needs in (INITIAL, PREVIOUS) and c.refs is None:
+            if steps == 1: raise ValueError(c.how_to())   # the weights of now have not changed since now
+            c = c.since(model)
         self.criteria = bind(c, model, units, calibration_data, self.example_inputs)
 
-def _check_steps(steps)->int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: raise ValueError(f"steps is a number of calls, 1 or more; got {steps!r}")
+def check_steps(
+    steps, # what the user gave
+)->int:
+    "A number of steps. Raises ValueError for anything else"
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: raise ValueError(f"steps is a whole number, 1 or more; got {steps!r}")
     return steps
 
 # %% ../nbs/08_prune.ipynb #0579ed66
@@ -263,16 +284,25 @@ def _choose(self:Pruner,
     "The least important granules, so many that `share` of the targets is reached"
     granules = {n: g.granules for n, g in self.groups.items()}
     left, k = {n: len(g) for n, g in granules.items()}, {n: len(g[0]) for n, g in granules.items()}
-    gone, top = {n: size - left[n] for n, size in self.sizes.items()}, max(self.targets.values(), default=0)
-    if self.context == "local": wanted = {n: n_gone(size, self.targets[n]*share, k[n], self.round_to) for n, size in self.sizes.items()}
-    else: wanted = n_dropped(sum(self.sizes.values()), top*share) - sum(gone.values())
-    if (wanted <= 0) if self.context == "global" else all(wanted[n] <= gone[n] for n in gone): return {}
+    wanted = (self._local if self.context == "local" else self._global)(share, left, k)
+    now = {n: wanted[n] - (self.sizes[n] - left[n]) for n in wanted}
+    if not any(m > 0 for m in now.values()): return {}
     self._trace()
-    scores = {n: channel_scores(g, self.criteria) for n, g in self.groups.items()}
-    if self.context == "global":
-        stay = _global(scores, wanted)
-        wanted = {n: size - rounded(stay[n], left[n], self.round_to//math.gcd(self.round_to, k[n])) for n, size in self.sizes.items()}
-    return {n: chosen for n, g in self.groups.items() if (chosen := pick(g, scores[n], max(0, wanted[n] - gone[n])))}
+    return {n: chosen for n, g in self.groups.items() if now[n] > 0 and (chosen := pick(g, channel_scores(g, self.criteria), now[n]))}
+
+@patch
+def _local(self:Pruner, share:float, left:dict, k:dict)->dict:
+    "How many granules of each group should be gone, each by its own target"
+    return {n: n_gone(size, self.targets[n]*share, k[n], self.round_to) for n, size in self.sizes.items()}
+
+@patch
+def _global(self:Pruner, share:float, left:dict, k:dict)->dict:
+    "How many granules of each group should be gone, by one ranking over all of them"
+    n = n_dropped(sum(self.sizes.values()), max(self.targets.values(), default=0)*share) - sum(self.sizes.values()) + sum(left.values())
+    if n <= 0: return {}
+    self._trace()
+    stay = in_one_ranking({name: channel_scores(g, self.criteria) for name, g in self.groups.items()}, n)
+    return {name: size - rounded(stay[name], left[name], self.round_to//math.gcd(self.round_to, k[name])) for name, size in self.sizes.items()}
 
 @patch
 def _trace(self:Pruner):
@@ -282,7 +312,8 @@ def _trace(self:Pruner):
     graph = Graph(self.model, self.example_inputs)
     self.groups = dict(zip(self.groups, renewed(self.groups.values(), graph), strict=True))
 
-def _global(
+# %% ../nbs/08_prune.ipynb #68ac637b
+def in_one_ranking(
     scores:dict, # group name -> one score for each granule
     n:int,       # how many go
 )->dict:         # group name -> how many of its granules stay
@@ -292,7 +323,7 @@ def _global(
     goes = Counter(names[i] for i in ranked.nan_to_num(nan=torch.inf).argsort(stable=True)[:n].tolist())
     return {name: len(s) - goes[name] for name, s in scores.items()}
 
-# %% ../nbs/08_prune.ipynb #0e34c1a9
+# %% ../nbs/08_prune.ipynb #6242238d
 @patch
 def prune_to(self:Pruner,
     share:float, # of the targets, 0..1
@@ -310,14 +341,15 @@ def prune_to(self:Pruner,
 
 @patch
 def prune_model(self:Pruner,
-    optimizer=None, # keeps its state for the parameters that shrink: PyTorch's or fastai's
+    optimizer=None, # PyTorch's or fastai's; one that exists already must be given, or it goes on with the old parameters
 ):
     "One step towards the targets; after the last one, nothing"
     if self.done == self.steps: return
     if optimizer is not None: check_optimizer(optimizer)
-    self.done += 1
-    swaps = self.prune_to(self.done/self.steps if self.schedule is None else self.schedule.progress(self.done/self.steps))
+    share = (self.done + 1)/self.steps
+    swaps = self.prune_to(share if self.schedule is None else self.schedule.progress(share))
     if optimizer is not None: swap_parameters(optimizer, swaps)
+    self.done += 1
 
 # %% ../nbs/08_prune.ipynb #aeec3777
 def _inner(optimizer): return getattr(optimizer, "opt", optimizer)   # fastai's wrapper of a PyTorch optimizer
@@ -325,8 +357,9 @@ def _inner(optimizer): return getattr(optimizer, "opt", optimizer)   # fastai's 
 def check_optimizer(
     optimizer, # PyTorch's or fastai's
 ):
-    "Raises ValueError for an optimizer whose state cannot be cut: it is not shaped like the parameters"
+    "Raises ValueError for an optimizer whose state is not shaped like the parameters, so that it cannot be cut, TypeError for none"
     opt = _inner(optimizer)
+    if not hasattr(opt, "state"): raise TypeError(f"optimizer is one of PyTorch's or fastai's; got {optimizer!r}")
     odd = [p for p, state in opt.state.items() for t in state.values() if isinstance(t, Tensor) and t.dim() and t.shape != p.shape]
     if odd or isinstance(opt, torch.optim.LBFGS): raise ValueError(f"{type(opt).__name__} keeps a state that is not shaped like the parameters, so it cannot be cut with them; make a new optimizer after pruning")
 

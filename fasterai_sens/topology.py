@@ -28,8 +28,12 @@ class ChannelDependency:
         self.groups = channel_groups(model, dummy_input)
     @property
     def dependency_sets(self)->list: # of sets of layer names, in model order
-        "Every compressible layer, in exactly one set"
+        "Every compressible layer, in exactly one set; those in `unknown` alone, whatever they depend on"
         return [set(g.members) for g in self.groups]
+    @property
+    def unknown(self)->dict: # layer name -> reason
+        "Layers of which torch-pruning could not tell what they depend on"
+        return {n: g.reason for g in self.groups if not g.parts for n in g.members}
     def export(self,
         path, # file to write
     ):
@@ -58,22 +62,23 @@ def _load(
     masks, # layer name -> mask, or a file that holds them
 )->dict:
     "The masks. Raises TypeError for anything else"
-    if isinstance(masks, str | PathLike): masks = torch.load(masks, weights_only=True)
+    if isinstance(masks, str | PathLike): masks = torch.load(masks, map_location="cpu", weights_only=True)
     if not isinstance(masks, Mapping): raise TypeError(f"masks is a dict of layer name and mask, or a file that holds one; got {type(masks).__name__}")
     return dict(masks)
 
-def _weight_mask(
+def _filter_mask(
     unit:Unit, # layer the mask is for
     mask,      # a tensor, or a dict with "weight" and maybe "bias"
-)->Tensor:     # `[out, in, *kernel]`
-    "The mask of the weight. Raises TypeError if it is no mask, ValueError if it does not fit"
+)->Tensor:     # bool, for each filter
+    "Which filters the mask keeps, or at least their bias. Raises TypeError if it is no mask, ValueError if it does not fit"
     t, bias = (mask.get("weight"), mask.get("bias")) if isinstance(mask, Mapping) else (mask, None)
     if t is None and isinstance(mask, Mapping): raise ValueError(f"the mask of {unit.name!r} has no 'weight', only {', '.join(map(repr, mask))}")
     odd = [x for x in (t, *([] if bias is None else [bias])) if not isinstance(x, Tensor)]
     if odd: raise TypeError(f"the mask of {unit.name!r} is a tensor, or a dict with tensors 'weight' and maybe 'bias'; got {type(odd[0]).__name__}")
     if bias is not None and tuple(bias.shape) != (unit.filters.shape[0],): raise ValueError(f"the bias mask of {unit.name!r} has shape {tuple(bias.shape)}, it has {unit.filters.shape[0]} outputs")
     if t.shape != unit.weight.shape: raise ValueError(f"the mask of {unit.name!r} has shape {tuple(t.shape)}, its weight {tuple(unit.weight.shape)}")
-    return filters_first(unit.module, t)
+    kept = filters_first(unit.module, t).flatten(1).bool().any(1).cpu()
+    return kept if bias is None else kept | bias.bool().cpu()
 
 # %% ../nbs/07_topology.ipynb #72023c29
 def _channel_of(
@@ -89,14 +94,14 @@ def _channel_of(
 
 def _kept(
     group:ChannelGroup, # layers that belong together
-    masks:dict,         # `Unit` -> mask of its weight, `[out, in, *kernel]`
+    masks:dict,         # `Unit` -> for each filter whether its mask keeps anything, bool
 )->Tensor:              # bool, for each channel of the root
     "The channels that stay, because some layer keeps them or because of how they hang together"
-    n = int(max(_channel_of(group, u).max() for u in group.units)) + 1
-    keep = torch.full((n,), any(u not in masks for u in group.units))
-    for u, m in masks.items():
-        channel, kept = _channel_of(group, u), m.flatten(1).bool().any(1).cpu()
-        keep[channel[kept & (channel >= 0)]] = True
+    channels = {u: _channel_of(group, u) for u in group.units}
+    keep = torch.full((int(max(c.max() for c in channels.values())) + 1,), bool(group.reason) or any(u not in masks for u in group.units))
+    for u, kept in masks.items(): keep[channels[u][kept & (channels[u] >= 0)]] = True
+    for u, c in channels.items():
+        if not keep[c[c >= 0]].any(): keep[c[u.filters.flatten(1).float().norm(dim=1).argmax().cpu()]] = True
     return _balanced(group, keep)
 
 # %% ../nbs/07_topology.ipynb #5c0e15ef
@@ -121,7 +126,7 @@ def _fixed(
     keep:Tensor,    # bool, for each row of the weight
 ):                  # of the same kind and dtype
     "The mask with whole filters as `keep` says; the pattern inside a filter that was there stays"
-    w = _weight_mask(unit, mask)
+    w = filters_first(unit.module, mask["weight"] if isinstance(mask, Mapping) else mask)
     rows = keep.to(w.device).view(-1, *[1]*(w.dim()-1))
     new = torch.where(rows, torch.where(w.flatten(1).bool().any(1).view_as(rows), w, torch.ones_like(w)), torch.zeros_like(w))
     new = filters_first(unit.module, new).contiguous()
@@ -142,7 +147,7 @@ def fix_mask_conflict(
     fixed = {}
     for g in groups:
         mine = {n: units[n] for n in masks if units[n] in g.units}
-        keep = _kept(g, {u: _weight_mask(u, masks[n]) for n, u in mine.items()}) if mine else None
+        keep = _kept(g, {u: _filter_mask(u, masks[n]) for n, u in mine.items()}) if mine else None
         for n, u in mine.items():
             channel = _channel_of(g, u)
             fixed[n] = _fixed(u, masks[n], torch.where(channel < 0, True, keep[channel.clamp(min=0)]))

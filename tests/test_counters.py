@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
+from toys import Net
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fasterai_sens.counters import activations, count_flops_params, every_layer_called, full_rules, latency, n_bytes, print_counts
@@ -20,20 +21,6 @@ from fasterai_sens.state import changes, fingerprint
 pytestmark = pytest.mark.filterwarnings("error:never called as modules", "ignore:LSTM with projections", "ignore:`torch.jit.script")
 count = partial(count_flops_params, verbose=False)
 aten = torch.ops.aten
-
-
-class Calls(nn.Module):
-    """Modules by name, and a function that calls them"""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.run = forward
-
-    def forward(self, *args, **kwargs):
-        """Whatever the function says"""
-        return self.run(self, *args, **kwargs)
 
 
 # ---- every rule by hand: module, shape of the input, MACs of one sample, MACs with all that `full` adds
@@ -65,15 +52,15 @@ RULES = {
     "rnn cell": (lambda: nn.RNNCell(2, 3), (2, 2), 15, 15 + 6),
     "lstm cell": (lambda: nn.LSTMCell(2, 3), (2, 2), 60, 60 + 24),
     "gru cell": (lambda: nn.GRUCell(2, 3, bias=False), (2, 2), 45, 45),
-    "attention": (lambda: Calls(lambda s, x: s.a(x, x, x), a=nn.MultiheadAttention(4, 2, batch_first=True)), (2, 5, 4), 4 * 80, 4 * 80 + 4 * 20),
+    "attention": (lambda: Net(lambda s, x: s.a(x, x, x), a=nn.MultiheadAttention(4, 2, batch_first=True)), (2, 5, 4), 4 * 80, 4 * 80 + 4 * 20),
     "attention without bias": (
-        lambda: Calls(lambda s, x: s.a(x, x, x), a=nn.MultiheadAttention(4, 2, bias=False, batch_first=True)),
+        lambda: Net(lambda s, x: s.a(x, x, x), a=nn.MultiheadAttention(4, 2, bias=False, batch_first=True)),
         (2, 5, 4),
         4 * 80,
         4 * 80,
     ),
     "attention, other sizes, by keyword": (
-        lambda: Calls(lambda s, x: s.a(value=x[..., :2], key=x[..., :3], query=x), a=nn.MultiheadAttention(4, 1, kdim=3, vdim=2, batch_first=True)),
+        lambda: Net(lambda s, x: s.a(value=x[..., :2], key=x[..., :3], query=x), a=nn.MultiheadAttention(4, 1, kdim=3, vdim=2, batch_first=True)),
         (2, 5, 4),
         5 * 4 * (4 + 3 + 2 + 4),
         5 * 4 * (4 + 3 + 2 + 4) + 4 * 20,
@@ -133,7 +120,7 @@ def test_activations_count_one_for_each_element(name):
 
 def test_modules_without_a_rule_and_functions_are_not_seen():
     """Layer norm, softmax, max pool, dropout and arithmetic in the forward."""
-    net = Calls(lambda s, x: torch.relu(s.norm(s.drop(x)) + x) @ torch.ones(4, 4), norm=nn.LayerNorm(4), drop=nn.Dropout())
+    net = Net(lambda s, x: torch.relu(s.norm(s.drop(x)) + x) @ torch.ones(4, 4), norm=nn.LayerNorm(4), drop=nn.Dropout())
     flops, params, results = count(net, (2, 4), mode="full")
     assert (flops, results) == (0, []) and params == 8
 
@@ -219,8 +206,8 @@ def test_full_resnet18_from_its_parts():
 
 @pytest.mark.parametrize("build", [
     lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=True),
-    lambda: Calls(lambda s, x: s.t(x, x), t=nn.Transformer(8, 2, 1, 1, 16, batch_first=True)),
-    lambda: Calls(lambda s, x: s.a(x, x, x, need_weights=False), a=nn.MultiheadAttention(8, 2, batch_first=True)),
+    lambda: Net(lambda s, x: s.t(x, x), t=nn.Transformer(8, 2, 1, 1, 16, batch_first=True)),
+    lambda: Net(lambda s, x: s.a(x, x, x, need_weights=False), a=nn.MultiheadAttention(8, 2, batch_first=True)),
 ], ids=["encoder", "transformer", "attention"])  # fmt: skip
 @pytest.mark.parametrize("training", [False, True])
 def test_transformers_in_spite_of_the_fast_path(build, training):
@@ -235,7 +222,7 @@ def test_transformers_in_spite_of_the_fast_path(build, training):
 
 def test_packed_sequence():
     """Only steps that exist are counted: 4 + 2 of 2 samples, so 3 for each."""
-    net = Calls(lambda s, x: s.rnn(pack_padded_sequence(x, [4, 2], batch_first=True)), rnn=nn.GRU(2, 3, batch_first=True))
+    net = Net(lambda s, x: s.rnn(pack_padded_sequence(x, [4, 2], batch_first=True)), rnn=nn.GRU(2, 3, batch_first=True))
     assert count(net, torch.randn(2, 4, 2))[0] == 3 * 45
 
 
@@ -277,7 +264,7 @@ def test_gpt2_by_hand():
 
 def two_inputs():
     """A model of two inputs, 3 and 4 wide."""
-    return Calls(lambda s, a, b: s.one(a) + s.two(b), one=nn.Linear(3, 2), two=nn.Linear(4, 2))
+    return Net(lambda s, a, b: s.one(a) + s.two(b), one=nn.Linear(3, 2), two=nn.Linear(4, 2))
 
 
 def test_tuple_list_and_dict_of_inputs():
@@ -298,14 +285,14 @@ def test_shape_takes_dtype_of_the_model():
 
 def test_module_called_by_keyword():
     """The inputs of a rule come in the order of the signature."""
-    net = Calls(lambda s, x: s.up(input=s.lin(input=x)[:, None]), lin=nn.Linear(3, 2), up=nn.ConvTranspose1d(1, 5, 2))
+    net = Net(lambda s, x: s.up(input=s.lin(input=x)[:, None]), lin=nn.Linear(3, 2), up=nn.ConvTranspose1d(1, 5, 2))
     assert count(net, (7, 3))[0] == 6 + 2 * 5 * 2
 
 
 @pytest.mark.parametrize("wrap", [
     nn.Sequential,
     lambda m: nn.DataParallel(m, device_ids=[]),
-    lambda m: Calls(lambda s, x: s.inner.net(x), inner=nn.ModuleDict({"net": m})),
+    lambda m: Net(lambda s, x: s.inner.net(x), inner=nn.ModuleDict({"net": m})),
     lambda m: nn.Sequential(nn.Sequential(m)),
 ], ids=["sequential", "data parallel", "held", "nested"])  # fmt: skip
 @pytest.mark.parametrize("mode", ["default", "full"])
@@ -396,11 +383,11 @@ def test_halved_channels():
 
 def test_layer_that_never_runs_is_warned_of():
     """It may be idle or used by a function; the counter cannot tell."""
-    net = Calls(lambda s, x: nn.functional.linear(s.one(x), s.two.weight), one=nn.Linear(3, 3), two=nn.Linear(3, 2))
+    net = Net(lambda s, x: nn.functional.linear(s.one(x), s.two.weight), one=nn.Linear(3, 3), two=nn.Linear(3, 2))
     with pytest.warns(UserWarning, match="never called as modules, so not counted: two;"):
         flops, _, results = count(net, (1, 3))
     assert flops == 9 and [r["name"] for r in results] == ["one"]
-    rule = {Calls: lambda module, inputs, output: module.two.weight.numel() * len(output)}
+    rule = {Net: lambda module, inputs, output: module.two.weight.numel() * len(output)}
     with pytest.warns(UserWarning, match="two"):
         assert count(net, (4, 3), rule)[0] == 9 + 6
 
@@ -436,7 +423,7 @@ def test_custom_rule_that_fails_says_so_itself():
 
 def test_rows():
     """All that a row says, in the order of the first call, whatever the order of definition."""
-    net = Calls(lambda s, x: s.a(s.act(s.b(x))), a=nn.Linear(4, 2), act=nn.ReLU(), b=nn.Linear(3, 4, bias=False))
+    net = Net(lambda s, x: s.a(s.act(s.b(x))), a=nn.Linear(4, 2), act=nn.ReLU(), b=nn.Linear(3, 4, bias=False))
     _, _, results = count(net, (5, 3))
     assert results == [
         dict(name="b", type="Linear", calls=1, in_size=(5, 3), out_size=(5, 4), weight_shape=(4, 3), flops=12, params=12),
@@ -540,7 +527,7 @@ def test_latency_counts_its_calls_in_evaluation_mode():
         calls.append((self.training, torch.is_grad_enabled()))
         return self.lin(x)
 
-    net = Calls(forward, lin=nn.Linear(3, 2))
+    net = Net(forward, lin=nn.Linear(3, 2))
     assert 0 < latency(net, torch.zeros(1, 3), runs=4, warmup=2) < 1
     assert calls == [(False, False)] * (1 + 2 + 4) and net.training
 

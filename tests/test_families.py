@@ -28,7 +28,7 @@ MOVED = "are moved or mixed"
 TIED = "tied to each other in no regular pattern"
 TOO_FEW = "the smallest set that can go is all of them"
 BROKEN = "torch-pruning breaks on"
-MORE, UNREAD = "more channels to its readers", "read by no layer"
+MORE, UNREAD = "follows more channels", "read by no layer"
 UNTRACEABLE = "torch-pruning cannot trace"
 SHORT = {
     OUTPUT: "the output layer",
@@ -74,7 +74,7 @@ FAMILIES = {
     "densenet": Family("densenet121", 121, 120),
     "efficientnet": Family("efficientnet_b0", 82, 81),
     "efficientnet_v2": Family("efficientnet_v2_s", 171, 170),
-    "googlenet": Family("googlenet", 64, 57, {OUTPUT: 1, UNFOLLOWED: 6}, options=FAST_START),
+    "googlenet": Family("googlenet", 64, 49, {OUTPUT: 1, UNFOLLOWED: 6, STUCK: 8}, options=FAST_START),
     "inception": Family("inception_v3", 98, 94, {OUTPUT: 1, UNFOLLOWED: 3}, size=75, options=FAST_START),
     "maxvit": Family("maxvit_t", 151, 40, {}, timed=True, seconds=60, size=64, make=small_maxvit),
     "mnasnet": Family("mnasnet0_5", 53, 52),

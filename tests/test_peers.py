@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from importlib import import_module
 from inspect import Parameter, signature
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import folder_of, forget_fasterai, peer, peers
 
 import fasterai_sens as ours
 from fasterai_sens import LayerTargets
@@ -30,36 +30,10 @@ from fasterai_sens.quantize import Quantized
 from fasterai_sens.sparsify import n_dropped, sparsity_mask
 from fasterai_sens.state import changes, fingerprint, leave_no_trace
 
-peers = Path(__file__).parent.parent / ".venv" / "peers"
 noise = 1e-6  # what float32 may do to a mean loss; the models compared hold the same numbers
 metrics = dict(  # name -> function of outputs and labels: one that is smooth, one that counts
     loss=lambda out, y: F.cross_entropy(out, y).item(),
     accuracy=lambda out, y: (out.argmax(1) == y).double().mean().item())
-
-
-def folder_of(version):
-    """Where one version of fasterai was installed; the test fails if it was not."""
-    folder = peers / f"fasterai-{version}"
-    if not (folder / "fasterai" / "__init__.py").exists(): pytest.fail(f"fasterai {version} is not in .venv/peers; run `make peers`", pytrace=False)
-    return folder
-
-
-def forget_fasterai():
-    """Take every module of `fasterai` out of `sys.modules`."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "fasterai"}
-
-
-@contextmanager
-def peer(version):
-    """In the block, the function given imports modules of one version of fasterai; after it, imports find what they found before."""
-    folder, path, held = folder_of(version), sys.path.copy(), forget_fasterai()
-    sys.path.insert(0, str(folder))
-    try:
-        yield lambda name: import_module(f"fasterai.{name}")
-    finally:
-        sys.path[:] = path
-        forget_fasterai()
-        sys.modules.update(held)
 
 
 def public(*modules):

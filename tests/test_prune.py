@@ -2,14 +2,10 @@
 
 import io
 import math
-import sys
 import warnings
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
-from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +28,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
+from toys import peer
 
 import fasterai_sens.prune as prune
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
@@ -1177,29 +1174,6 @@ def test_a_schedule_that_falls_is_refused():
 
 
 # ---------------------------------------------------------------- the pruners before us
-
-peers = Path(__file__).parent.parent / ".venv" / "peers"
-
-
-def forget_fasterai():
-    """Take every module of `fasterai` out of `sys.modules`."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "fasterai"}
-
-
-@contextmanager
-def peer(version):
-    """In the block, the function given imports modules of one version of fasterai; after it, imports find what they found before."""
-    folder, path, held = peers / f"fasterai-{version}", sys.path.copy(), forget_fasterai()
-    if not (folder / "fasterai" / "__init__.py").exists():
-        pytest.fail(f"fasterai {version} is not in .venv/peers; run `make peers`", pytrace=False)
-    sys.path.insert(0, str(folder))
-    try:
-        yield lambda name: import_module(f"fasterai.{name}")
-    finally:
-        sys.path[:] = path
-        forget_fasterai()
-        sys.modules.update(held)
-
 
 @pytest.fixture(scope="module")
 def old():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 from torchvision.models import SwinTransformer, VisionTransformer
+from toys import Net
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -18,20 +19,6 @@ from fasterai_sens.layers import all_units
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-
-
-class Functional(nn.Module):
-    """Layers by name, and a function that calls them"""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.run = forward
-
-    def forward(self, *args, **kwargs):
-        """Whatever the function says"""
-        return self.run(self, *args, **kwargs)
 
 
 @dataclass
@@ -78,7 +65,7 @@ def fresh(name):
 @case
 def tied_embedding():
     """The head is the embedding"""
-    net = Functional(lambda m, ids: m.head(m.mid(m.embed(ids)).tanh()), embed=nn.Embedding(11, 6), mid=nn.Linear(6, 6), head=nn.Linear(6, 11))
+    net = Net(lambda m, ids: m.head(m.mid(m.embed(ids)).tanh()), embed=nn.Embedding(11, 6), mid=nn.Linear(6, 6), head=nn.Linear(6, 11))
     net.head.weight = net.embed.weight
     return Case(net, torch.randint(11, (4, 3)), {"mid": 42, "head": 77}, {"embed": "measured as head"})
 
@@ -86,7 +73,7 @@ def tied_embedding():
 @case
 def tied_linears():
     """Two layers, one weight, two biases"""
-    net = Functional(lambda m, x: m.b(m.a(x).relu()), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    net = Net(lambda m, x: m.b(m.a(x).relu()), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
     net.b.weight = net.a.weight
     return Case(net, torch.randn(4, 6), {"a": 48})
 
@@ -94,7 +81,7 @@ def tied_linears():
 @case
 def tied_transposed():
     """The decoder is the encoder the other way round, over the same storage"""
-    net = Functional(lambda m, x: m.decode(m.encode(x).relu()), encode=nn.Linear(6, 10), decode=nn.Linear(10, 6))
+    net = Net(lambda m, x: m.decode(m.encode(x).relu()), encode=nn.Linear(6, 10), decode=nn.Linear(10, 6))
     net.decode.weight = nn.Parameter(net.encode.weight.data.t())
     return Case(net, torch.randn(4, 6), {"encode": 76})
 
@@ -102,7 +89,7 @@ def tied_transposed():
 @case
 def tied_transposed_square():
     """The same with a square weight, where shapes do not tell which way round"""
-    net = Functional(lambda m, x: m.decode(m.encode(x).relu()), encode=nn.Linear(6, 6), decode=nn.Linear(6, 6, bias=False))
+    net = Net(lambda m, x: m.decode(m.encode(x).relu()), encode=nn.Linear(6, 6), decode=nn.Linear(6, 6, bias=False))
     net.decode.weight = nn.Parameter(net.encode.weight.data.t())
     return Case(net, torch.randn(4, 6), {"encode": 42})
 
@@ -110,7 +97,7 @@ def tied_transposed_square():
 @case
 def tied_convs():
     """One kernel at two strides"""
-    net = Functional(lambda m, x: m.a(x) + m.b(x), a=nn.Conv2d(3, 4, 3, padding=1), b=nn.Conv2d(3, 4, 3, padding=2, dilation=2, bias=False))
+    net = Net(lambda m, x: m.a(x) + m.b(x), a=nn.Conv2d(3, 4, 3, padding=1), b=nn.Conv2d(3, 4, 3, padding=2, dilation=2, bias=False))
     net.b.weight = net.a.weight
     return Case(net, torch.randn(4, 3, 6, 6), {"a": 112})
 
@@ -119,7 +106,7 @@ def tied_convs():
 def shared_module():
     """One module under two names, called three times"""
     shared = nn.Linear(5, 5)
-    return Case(Functional(lambda m, x: m.again(m.once(m.once(x).relu()).relu()), once=shared, again=shared), torch.randn(4, 5), {"once": 30})
+    return Case(Net(lambda m, x: m.again(m.once(m.once(x).relu()).relu()), once=shared, again=shared), torch.randn(4, 5), {"once": 30})
 
 
 # ---- convolutions
@@ -169,7 +156,7 @@ def frozen_and_no_grad():
 @case
 def add_and_cat():
     """Residual sum and concatenation by functions"""
-    net = Functional(
+    net = Net(
         lambda m, x: m.head(torch.cat([(a := m.a(x).relu()), torch.add(a, m.b(a)), m.c(x)], 1).flatten(1)),
         a=nn.Conv2d(3, 4, 3, padding=1), b=nn.Conv2d(4, 4, 3, padding=1), c=nn.Conv2d(3, 2, 1), head=nn.Linear(160, 3),
     )  # fmt: skip
@@ -204,14 +191,14 @@ def root_is_a_layer():
 @case
 def attention():
     """Packed projections"""
-    net = Functional(lambda m, x: m.attn(x, x, x, need_weights=False)[0], attn=nn.MultiheadAttention(8, 2, batch_first=True))
+    net = Net(lambda m, x: m.attn(x, x, x, need_weights=False)[0], attn=nn.MultiheadAttention(8, 2, batch_first=True))
     return Case(net, torch.randn(4, 5, 8), {"attn.in_proj_weight": 216, "attn.out_proj": 72})
 
 
 @case
 def attention_kdim():
     """Three projections, keys and values of other widths, one bias for all"""
-    net = Functional(lambda m, q, k, v: m.attn(q, k, v)[0], attn=nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True))
+    net = Net(lambda m, q, k, v: m.attn(q, k, v)[0], attn=nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True))
     sample = torch.randn(4, 5, 8), torch.randn(4, 7, 6), torch.randn(4, 7, 4)
     return Case(net, sample, {"attn.q_proj_weight": 72, "attn.k_proj_weight": 56, "attn.v_proj_weight": 40, "attn.out_proj": 72})
 
@@ -219,7 +206,7 @@ def attention_kdim():
 @case
 def attention_no_bias():
     """Attention without bias, with biases for keys and values"""
-    net = Functional(lambda m, x: m.attn(x, x, x)[0], attn=nn.MultiheadAttention(8, 2, bias=False, add_bias_kv=True))
+    net = Net(lambda m, x: m.attn(x, x, x)[0], attn=nn.MultiheadAttention(8, 2, bias=False, add_bias_kv=True))
     return Case(net, torch.randn(4, 5, 8), {"attn.in_proj_weight": 192, "attn.out_proj": 64})
 
 
@@ -287,14 +274,14 @@ def bert():
 @case
 def dict_input():
     """Keyword inputs, and a dict as output"""
-    net = Functional(lambda m, *, left, right: {"out": m.a(left) * m.b(right).tanh()}, a=nn.Linear(4, 3), b=nn.Linear(5, 3))
+    net = Net(lambda m, *, left, right: {"out": m.a(left) * m.b(right).tanh()}, a=nn.Linear(4, 3), b=nn.Linear(5, 3))
     return Case(net, dict(right=torch.randn(4, 5), left=torch.randn(4, 4)), {"a": 15, "b": 18})
 
 
 @case
 def tuple_input():
     """Two inputs, and a tuple as output"""
-    net = Functional(lambda m, x, y: (m.a(x) + m.b(y), y), a=nn.Linear(4, 3), b=nn.Bilinear(5, 5, 3), c=nn.Linear(3, 2))
+    net = Net(lambda m, x, y: (m.a(x) + m.b(y), y), a=nn.Linear(4, 3), b=nn.Bilinear(5, 5, 3), c=nn.Linear(3, 2))
     net.run = lambda m, x, y: (m.c(m.a(x) + m.b(y, y)), y)
     return Case(net, (torch.randn(4, 4), torch.randn(4, 5)), {"a": 15, "c": 8}, {"b": "Bilinear is not a compressible layer"})
 
@@ -356,7 +343,7 @@ def channels_last():
 @case
 def lstm():
     """Recurrent weights are not measured"""
-    net = Functional(lambda m, x: m.head(m.lstm(x)[0]), lstm=nn.LSTM(4, 6, batch_first=True), head=nn.Linear(6, 2))
+    net = Net(lambda m, x: m.head(m.lstm(x)[0]), lstm=nn.LSTM(4, 6, batch_first=True), head=nn.Linear(6, 2))
     return Case(net, torch.randn(4, 3, 4), {"head": 14}, {"lstm": "LSTM is not a compressible layer"})
 
 
@@ -372,8 +359,8 @@ def computed_weights():
 def other_layers():
     """Norms, embeddings, parameters of the model itself"""
     net = nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.LayerNorm(6), nn.Unflatten(1, (2, 3)), nn.GroupNorm(1, 2), nn.Flatten())
-    top = Functional(lambda m, x: m.net(x) * m.factor, net=net, factor=nn.Parameter(torch.randn(6)))
-    return Case(top, torch.randn(4, 4), {"net.0": 30}, {"net.1": "PReLU", "net.2": "LayerNorm", "net.4": "GroupNorm", "(model)": "Functional"})
+    top = Net(lambda m, x: m.net(x) * m.factor, net=net, factor=nn.Parameter(torch.randn(6)))
+    return Case(top, torch.randn(4, 4), {"net.0": 30}, {"net.1": "PReLU", "net.2": "LayerNorm", "net.4": "GroupNorm", "(model)": "Net"})
 
 
 # ---- the oracle: plain torch on a second copy of the model
@@ -807,7 +794,7 @@ def test_every_layer_is_pruned_or_refused_with_a_reason(name):
 def test_layers_that_share_a_weight_can_lose_the_same_channels():
     """Side by side and added up, two tied layers stay tied; the row names them both, as that of sparsity does"""
     torch.manual_seed(0)
-    net = Functional(lambda m, x: m.c(m.a(x) + m.b(x).relu()), a=nn.Linear(4, 6), b=nn.Linear(4, 6), c=nn.Linear(6, 2))
+    net = Net(lambda m, x: m.c(m.a(x) + m.b(x).relu()), a=nn.Linear(4, 6), b=nn.Linear(4, 6), c=nn.Linear(6, 2))
     net.b.weight, x = net.a.weight, torch.randn(3, 4)
     seen = []
     a = SensitivityAnalyzer(net, x, lambda m: seen.append((m.a.weight is m.b.weight, len(m.a.weight), len(m.b.bias))) or scores(m, x))
