@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['follow_errors', 'no_target', 'unfollowed', 'is_output', 'TimeUp', 'cpu_clock', 'time_limit', 'Conv1DPruner',
-           'without_cache', 'trace', 'describe', 'Part', 'Graph', 'n_outputs', 'TornWeight', 'narrowed', 'stripes',
-           'blocks', 'ranges_in', 'ChannelGroup', 'renewed', 'find_groups', 'pick', 'channel_axis', 'differ', 'prove',
-           'channel_groups']
+           'NormPruner', 'extra_rules', 'without_cache', 'eagerly', 'trace', 'describe', 'Part', 'Graph', 'n_outputs',
+           'TornWeight', 'narrowed', 'stripes', 'blocks', 'ranges_in', 'ChannelGroup', 'renewed', 'find_groups', 'pick',
+           'channel_axis', 'differ', 'prove', 'channel_groups']
 
 # %% ../nbs/06_channels.ipynb #23fd6bec
 import ctypes
@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -73,10 +73,31 @@ class Conv1DPruner:
     def get_out_channel_groups(self, layer): return 1
     get_in_channel_groups = get_out_channel_groups
 
-def _without(t:Tensor, dim:int, idxs:list)->nn.Parameter:
-    "A parameter like `t` without some indices of one axis"
-    kept = [i for i in range(t.shape[dim]) if i not in set(idxs)]
-    return nn.Parameter(torch.index_select(t, dim, torch.tensor(kept, device=t.device)))
+def _without(t:Tensor, dim:int, idxs:list)->Tensor:
+    "A parameter or buffer like `t` without some indices of one axis"
+    gone = set(idxs)
+    rest = torch.index_select(t, dim, torch.tensor([i for i in range(t.shape[dim]) if i not in gone], device=t.device))
+    return nn.Parameter(rest) if isinstance(t, nn.Parameter) else rest
+
+class NormPruner:
+    "How channels leave a norm that has one number for each in every parameter and buffer: RMS norm, frozen batch norm"
+    pruning_dim = -1
+    def prune_out_channels(self, layer, idxs):
+        for name, t in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+            if t.dim(): setattr(layer, name, _without(t, 0, idxs))
+        if hasattr(layer, "normalized_shape"): layer.normalized_shape = (self.get_out_channels(layer),)
+    prune_in_channels = prune_out_channels
+    def get_out_channels(self, layer): return len(layer.weight)
+    get_in_channels = get_out_channels
+    def get_out_channel_groups(self, layer): return 1
+    get_in_channel_groups = get_out_channel_groups
+
+def extra_rules(
+    model:nn.Module, # any model
+)->dict:             # class -> rule
+    "Rules for layers that torch-pruning does not know"
+    norm = lambda m: type(m).__name__ == "FrozenBatchNorm2d" or type(m).__name__.endswith("RMSNorm") and isinstance(getattr(m, "weight", None), Tensor) and m.weight.dim() == 1
+    return {type(m): Conv1DPruner() if is_hf_conv1d(m) else NormPruner() for m in model.modules() if is_hf_conv1d(m) or norm(m)}
 
 # %% ../nbs/06_channels.ipynb #1161dcbb
 @contextmanager
@@ -89,6 +110,10 @@ def without_cache(
     try: yield
     finally:
         for c in configs: c.use_cache = True
+
+def eagerly():
+    "In the block, compiled models run as they were written: hooks and autograd's graph are of the layers then"
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 class _Settled(dict):
     "Nodes that can be looked up, and are not gone through again"
@@ -104,10 +129,10 @@ def trace(
 ):                   # `torch_pruning.DependencyGraph`
     "torch-pruning's graph of `model`. Raises ValueError if it breaks on the model or takes too long"
     import torch_pruning as tp
-    rules = {type(m): Conv1DPruner() for m in model.modules() if is_hf_conv1d(m)}
+    rules = extra_rules(model)
     forget = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
     try:
-        with leave_no_trace(model, weights=()), without_cache(model), torch.enable_grad(), forget, warnings.catch_warnings(), time_limit(seconds):
+        with leave_no_trace(model, weights=()), eagerly(), without_cache(model), torch.enable_grad(), forget, warnings.catch_warnings(), time_limit(seconds):
             warnings.simplefilter("ignore")
             for p in model.parameters(): p.requires_grad_(p.is_floating_point())
             sample = mapped(lambda t: t.clone() if t.is_inference() else t, sample)
@@ -446,7 +471,7 @@ def run(self:Graph,
     readers, seen = {}, []
     for p in parts:
         if not p.out: readers.setdefault(p.module, set()).update(p.idxs)
-    with leave_no_trace(self.model, weights=()):
+    with leave_no_trace(self.model, weights=()), eagerly():
         self.model.train(training)
         for m in self.model.modules():
             if isinstance(m, nn.modules.batchnorm._BatchNorm): m.eval()   # in training it takes no single value

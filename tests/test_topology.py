@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 import torchvision.models as tv
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -1455,3 +1456,32 @@ def test_layers_whose_dependence_is_unknown_are_listed():
     """A set of one that says nothing"""
     dependency = ChannelDependency(Net(lambda m, x: m.b(F.linear(x, m.a.weight)), a=Linear(4, 6), b=Linear(6, 2)), noise(2, 4))
     assert list(dependency.unknown) == ["a"] and "cannot be followed" in dependency.unknown["a"]
+
+
+def test_frozen_batch_norm_and_rms_norm_lose_channels():
+    """Norms that torch-pruning has no rule for; everything is put back"""
+    torch.manual_seed(0)
+    backbone = tv.resnet18(num_classes=4, norm_layer=torchvision.ops.FrozenBatchNorm2d).eval()
+    for m in backbone.modules():
+        if isinstance(m, torchvision.ops.FrozenBatchNorm2d):
+            m.running_var.uniform_(0.5, 1.5)
+    rms = nn.Sequential(Linear(4, 8), nn.RMSNorm(8), Linear(8, 6), nn.ReLU(), Linear(6, 2))
+    for model, x, safe in ((backbone, image(32, 2), 20), (rms, noise(3, 4), 2)):
+        before, groups = fingerprint(model), channel_groups(model, x)
+        assert sum(len(g.units) for g in groups if not g.reason) == safe
+        assert changes(before, fingerprint(model)) == []
+        g = groups[0]
+        with leave_no_trace(model, weights=()):
+            g.graph.remove(g.parts_of(g.granules[:3]))
+            assert run(model, x)[0].isfinite().all()
+        assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in_place"])
+def test_a_compiled_model_is_followed_as_it_was_written(how):
+    """Its layers are seen, though a compiler stands between"""
+    net = nn.Sequential(Conv(3, 8, 1), nn.ReLU(), Conv(8, 6, 1), nn.ReLU(), Conv(6, 2, 1)).eval()
+    model = torch.compile(net, backend="eager") if how == "wrapped" else net
+    if how == "in_place":
+        net.compile(backend="eager")
+    assert [not g.reason for g in channel_groups(model, image(4, 2))] == [True, True, False]
