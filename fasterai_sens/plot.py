@@ -88,7 +88,8 @@ def _lines(sweep:SweepResult, ax, named:int=6):
 def plot(self:SweepResult,
     figsize=(12, 5), # width and height in inches
 ):                   # array of two matplotlib Axes: heat map, curves
-    "Heat map and curves of the damage over the levels"
+    "Heat map and curves of the damage over the levels. Raises ValueError if nothing was measured"
+    if not _shown(self): raise ValueError("no layer of this sweep could be compressed, so there is nothing to plot")
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 2, figsize=figsize, layout="constrained")
     _heat(self, axes[0])

@@ -137,17 +137,17 @@ def spread(names, n=8):
 
 def pruned(a):
     """Layers and prunable layers, number of layers by reason, result, seconds"""
-    start = time.perf_counter()
+    start = time.process_time()
     n = len(a.units)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Maximum recursive depth reached", UserWarning)  # torch-pruning's, about Swin
             r = a.analyze("pruning", 50, verbose=False)
     except ValueError as e:
-        return n, 0, Counter({word_of(str(e)): n}), None, time.perf_counter() - start
+        return n, 0, Counter({word_of(str(e)): n}), None, time.process_time() - start
     reasons = dict(r.skipped)
     refused = Counter(word_of(reasons[row.name]) for row in r.layers if not row.prunable)
-    return n, n - refused.total(), refused, r, time.perf_counter() - start
+    return n, n - refused.total(), refused, r, time.process_time() - start
 
 
 def word_of(reason):
