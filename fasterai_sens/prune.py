@@ -19,11 +19,12 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .channels import ChannelGroup, Graph, Part, channel_groups, n_outputs, narrowed, pick, renewed
+from .channels import ChannelGroup, Graph, Part, n_outputs, narrowed, pick, renewed
 from .counters import count_flops_params
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
 from .inputs import check_sample
 from .layers import Unit, all_units, find_units
+from .proof import channel_groups
 from .results import LayerTargets, check_pct, unknown_name
 from .sparsify import n_dropped
 from .state import Perturbation, method

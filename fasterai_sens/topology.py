@@ -14,8 +14,9 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .channels import ChannelGroup, channel_groups, n_outputs, ranges_in
+from .channels import ChannelGroup, n_outputs, ranges_in
 from .layers import Unit, convs, filters_first, transposed_convs
+from .proof import channel_groups
 from .results import unknown_name
 
 # %% ../nbs/07_topology.ipynb #fe4557f0

@@ -32,9 +32,9 @@ from toys import peer
 
 import fasterai_sens.prune as prune
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
-from fasterai_sens.channels import channel_groups
 from fasterai_sens.criteria import large_final, movement, random, seeded, taylor, updating_movement, wanda
 from fasterai_sens.layers import all_units
+from fasterai_sens.proof import channel_groups
 from fasterai_sens.schedules import agp, dsd, iterative, one_cycle, schedules
 from fasterai_sens.state import changes, fingerprint, leave_no_trace
 
