@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['follow_errors', 'no_target', 'unfollowed', 'Conv1DPruner', 'NormPruner', 'extra_rules', 'without_cache', 'eagerly',
-           'trace', 'describe', 'Part', 'Endless', 'Walk', 'Graph', 'n_outputs', 'TornWeight', 'narrowed', 'stripes',
+           'trace', 'describe', 'Lost', 'Walk', 'Part', 'Graph', 'n_outputs', 'TornWeight', 'narrowed', 'stripes',
            'blocks', 'ranges_in', 'ChannelGroup', 'renewed', 'find_groups', 'in_order', 'pick']
 
 # %% ../nbs/06_channels.ipynb #23fd6bec
@@ -121,19 +121,10 @@ def describe(
     return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}" + (f" at `{last.line}` in {last.name}" if last else "")
 
 # %% ../nbs/06_channels.ipynb #16b4505e
-@dataclass(frozen=True, eq=False)
-class Part:
-    "Channels that one module loses together with those of a root layer"
-    module:object # an `nn.Module`, or a bare `nn.Parameter`
-    out:bool      # its outputs; False: its inputs
-    idxs:list     # numbers of its channels
-    roots:list    # for each, the channel of the root it belongs to
-    prune:object  # torch-pruning's rule: called with `idxs`, takes them out
-
-class Endless(ValueError): "A search for coupled layers that does not come to an end"
+class Lost(ValueError): "A search for coupled layers that has gone wrong"
 
 class Walk:
-    "What torch-pruning goes through in one search, and an end to it"
+    "Watches the steps of torch-pruning's search, and ends one that has gone wrong"
     def __init__(self,
         dg, # `torch_pruning.DependencyGraph`
     ):
@@ -142,10 +133,21 @@ class Walk:
         self.steps, self.most, self.widest = 0, 4*len(edges) + 100, max(widths, default=0)
         for e in edges: e.index_mapping.append(self.step)   # called with the channel numbers that the edge hands on
     def step(self, idxs:list)->list:
-        "Count a step. Raises Endless, a ValueError, at one too many, or if there are more numbers than the widest layer has channels"
+        "Count a step, and look at the numbers. Raises Lost, a ValueError"
         self.steps += 1
-        if self.steps > self.most or len(idxs) > self.widest: raise Endless("torch-pruning's search for coupled layers does not come to an end")
+        if self.steps > self.most or len(idxs) > 16*self.widest: raise Lost("does not come to an end")
+        if max((i.idx for i in idxs), default=0) >= self.widest: raise Lost("follows more channels than any layer has")
         return idxs
+
+# %% ../nbs/06_channels.ipynb #7481353d
+@dataclass(frozen=True, eq=False)
+class Part:
+    "Channels that one module loses together with those of a root layer"
+    module:object # an `nn.Module`, or a bare `nn.Parameter`
+    out:bool      # its outputs; False: its inputs
+    idxs:list     # numbers of its channels
+    roots:list    # for each, the channel of the root it belongs to
+    prune:object  # torch-pruning's rule: called with `idxs`, takes them out
 
 class Graph:
     "Which layers of a model lose channels together, on one sample"
@@ -183,7 +185,7 @@ def search(self:Graph,
     root:nn.Module, # a module of the graph
     channels:list,  # some of its output channels
 )->list:            # of torch-pruning's items
-    "What torch-pruning says has to go with `channels` of `root`. Raises Endless, a ValueError, where it would go on and on"
+    "What torch-pruning says has to go with `channels` of `root`. Raises Lost, a ValueError, if it goes on and on or counts beyond all layers"
     self.walk.steps = 0
     return self.dg.get_pruning_group(root, self.dg.get_pruner_of_module(root).prune_out_channels, list(channels)).items
 
@@ -360,12 +362,12 @@ def renewed(
 def full_group(self:Graph,
     root:nn.Module, # where pruning starts
 )->ChannelGroup:    # without its units
-    "What goes with all channels of `root`. Raises ValueError if torch-pruning breaks on it, or Endless, a ValueError, if it does not come to an end"
+    "What goes with all channels of `root`. Raises ValueError if torch-pruning breaks on it or gets lost"
     name = self.names[root]
     try:
         parts = self.parts(root, range(n_outputs(root)))
         return ChannelGroup((), self, root, parts, self.pattern(root, parts))
-    except Endless as e: raise Endless(f"torch-pruning does not come to an end in its search for the layers coupled with {name}; {no_target}") from e
+    except Lost as e: raise ValueError(f"torch-pruning {e} in its search for the layers coupled with {name}; {no_target}") from e
     except follow_errors as e: raise ValueError(f"torch-pruning breaks on {name} ({describe(e)}); {no_target}") from e
 
 def _joined(groups:list, new:ChannelGroup)->ChannelGroup:
