@@ -111,6 +111,7 @@ def in_training(self:Graph)->list:
         except follow_errors: self._in_training = []
     return self._in_training
 
+# %% ../nbs/06_proof.ipynb #aed44d27
 @patch
 def fault(self:Graph,
     groups:list, # of `ChannelGroup`
