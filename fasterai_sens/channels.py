@@ -155,9 +155,11 @@ class Graph:
         model:nn.Module, # any model
         sample,          # one example input
     ):
-        check_sample(model, sample)
-        self.model, self.sample, self.dg = model, sample, trace(model, sample)
-        self.walk, self._in_training = Walk(self.dg), None
+        try: self.dg = trace(model, sample)
+        except ValueError:
+            check_sample(model, sample)   # it may be to blame
+            raise
+        self.model, self.sample, self.walk, self._in_training = model, sample, Walk(self.dg), None
         self.names, self.units = {m: n for n, m in model.named_modules()}, all_units(model)[0]
         self.stands_for = {m.out_proj: m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
         self.units_at, self.holders = {}, {}
