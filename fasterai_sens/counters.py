@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from .inputs import call, check_sample, tensors_in
 from .layers import convs, transposed_convs
+from .results import check_count
 from .state import leave_no_trace
 
 # %% ../nbs/07_counters.ipynb #92e31a97
@@ -495,8 +496,7 @@ def latency(
     warmup=5,        # forwards before those
 )->float:            # seconds for the whole batch
     "Median time of one forward in evaluation mode. Raises ValueError if there is no run to time or the model does not run, TypeError for bad kinds"
-    for name, n, least in (("runs", runs, 1), ("warmup", warmup, 0)):
-        if isinstance(n, bool) or not isinstance(n, int) or n < least: raise ValueError(f"{name} is a whole number, {least} or more; got {n!r}")
+    runs, warmup = check_count(runs, "runs"), check_count(warmup, "warmup", least=0)
     inputs = as_inputs(check_model(model), x)
     check_sample(model, inputs)
     with leave_no_trace(model, weights=()), torch.no_grad():
