@@ -10,8 +10,8 @@ __all__ = ['upsample_costs', 'recurrent', 'hf_conv1d', 'swin_attention', 'defaul
            'attention_bias_adds', 'window_attention_bias_adds', 'per_element', 'adaptive_pool_macs', 'upsample_macs',
            'summed', 'find_rule', 'tables_for', 'check_model', 'zeros', 'as_inputs', 'n_samples', 'ordered',
            'used_inside', 'own_parameters', 'place', 'unseen', 'shape_of', 'watch', 'every_layer_called',
-           'weight_shape', 'watched', 'warn_uncalled', 'count_calls', 'format_table', 'print_counts', 'countable',
-           'count_flops_params', 'stored', 'n_bytes', 'synchronize', 'timed', 'latency']
+           'weight_shape', 'watched', 'warn_uncalled', 'count_calls', 'print_counts', 'countable', 'count_flops_params',
+           'stored', 'n_bytes', 'synchronize', 'timed', 'latency']
 
 # %% ../nbs/07_counters.ipynb #c5f5960b
 import inspect
@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from .inputs import call, check_sample, tensors_in
 from .layers import convs, transposed_convs
-from .results import check_count
+from .results import check_count, format_table
 from .state import leave_no_trace
 
 # %% ../nbs/07_counters.ipynb #92e31a97
@@ -403,25 +403,13 @@ def count_calls(
     return rows
 
 # %% ../nbs/07_counters.ipynb #92dd78cb
-def format_table(
-    header:list, # titles of the columns
-    rows:list,   # of lists, as long as the header
-)->str:
-    "Aligned columns, numbers to the right"
-    text = [[f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in (header, *rows)]
-    width = [max(map(len, column)) for column in zip(*text, strict=True)]
-    right = [all(isinstance(row[i], int | None) for row in rows) for i in range(len(header))]
-    line = lambda row: "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, width, right, strict=True)).rstrip()
-    return "\n".join(map(line, text))
-
-# %% ../nbs/07_counters.ipynb #d85cbf9a
 def print_counts(
     results:list,  # what `count_flops_params` returns third
     params=None,   # parameters in all; None: of the modules in `results`
 ):
     "Print one line for each module, and the totals"
     columns = ("name", "type", "calls", "in_size", "out_size", "weight_shape", "flops", "params")
-    print(format_table(list(columns), [[r[c] if c != "name" else r[c] or "(model)" for c in columns] for r in results]))
+    print(format_table(columns, [[r[c] if c != "name" else r[c] or "(model)" for c in columns] for r in results]))
     params = sum(r["params"] for r in results) if params is None else params
     print(f"\n{sum(r['flops'] for r in results):,} multiply-accumulates for one sample, {params:,} parameters")
 

@@ -24,7 +24,7 @@ from .counters import count_flops_params
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
 from .inputs import check_sample
 from .layers import Unit, all_units, find_units
-from .results import LayerTargets, check_count, check_pct, unknown_name
+from .results import LayerTargets, check_count, check_pct, format_table, unknown_name
 from .sparsify import n_dropped
 from .state import Perturbation, method
 
@@ -367,11 +367,11 @@ def swap_parameters(
 def print_sparsity(self:Pruner):
     "Print what was removed from each layer and from the whole, and what was left out"
     old, new = self.before, model_size(self.model, self.example_inputs)
-    width = max(len(n) for n in (*old["layers"], "multiply-accumulates"))
-    print(f"{'layer':{width}}  {'type':16} {'channels':>13} {'parameters':>25}")
+    def to(a, b): return ["->", b, 100*(1 - b/max(1, a))]
+    rows = []
     for n, (kind, out, params) in old["layers"].items():
         _, now, left = new["layers"][n]
-        print(f"{n:{width}}  {kind:16} {out:>5} -> {now:>4} {params:>12,} -> {left:>10,}  {100*(1 - left/params):5.1f} % less")
-    for what, key in (("parameters", "params"), ("multiply-accumulates", "macs")):
-        print(f"{what:{width}}  {'':16} {'':13} {old[key]:>12,} -> {new[key]:>10,}  {100*(1 - new[key]/max(1, old[key])):5.1f} % less")
+        rows.append([n, kind, out, "->", now, params, *to(params, left)])
+    for what, key in (("parameters", "params"), ("multiply-accumulates", "macs")): rows.append([what, "", None, "", None, old[key], *to(old[key], new[key])])
+    print(format_table(["layer", "type", "channels", "", "left", "parameters", "", "left", "% less"], rows))
     for name, why in self.skipped: print(f"skipped {name}: {why}")
