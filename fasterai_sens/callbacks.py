@@ -17,7 +17,8 @@ from .criteria import INITIAL, PREVIOUS, as_criterion, collectors, large_final
 from .evaluate import learner_criterion, learner_sample
 from .inputs import FirstBatches
 from .layers import check_types
-from .prune import Pruner, check_optimizer, check_ratios, check_rising, check_round, check_steps, swap_parameters
+from .prune import Pruner, check_optimizer, check_ratios, check_rising, swap_parameters
+from .results import check_count
 from .schedules import Schedule, agp
 from .sparsify import Sparsifier, check_context, check_sparsity, print_report, sparsity_report
 
@@ -102,8 +103,8 @@ class PruneCallback(Callback):
         *, steps=20,          # at how many points of the schedule channels go
         round_to=1,           # the number of channels that stay in a layer is a multiple of this
     ):
-        self.pruning_ratio, self.schedule, self.steps = check_ratios(pruning_ratio, context), check_rising(schedule), check_steps(steps)
-        self.how = dict(context=context, criteria=as_criterion(criteria), ignored_layers=ignored_layers, round_to=check_round(round_to))
+        self.pruning_ratio, self.schedule, self.steps = check_ratios(pruning_ratio, context), check_rising(schedule), check_count(steps, "steps")
+        self.how = dict(context=context, criteria=as_criterion(criteria), ignored_layers=ignored_layers, round_to=check_count(round_to, "round_to"))
         self.pruner = None
 
 # %% ../nbs/18_callbacks.ipynb #7881969f

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final, parse_nm
 from .layers import Unit, filters_first, find_units, target_units
-from .results import LayerTargets, check_pct
+from .results import LayerTargets, check_pct, format_table
 from .state import Perturbation, method
 
 # %% ../nbs/04_sparsify.ipynb #396ab18d
@@ -274,11 +274,10 @@ def print_report(
     report:list, # from `sparsity_report`
 ):
     "Print a report with its total"
-    width = max((len(r["layer"]) for r in report), default=5)
+    columns = ("layer", "type", "weights", "zeros", "percent")
     weights, zeros = (sum(r[k] for r in report) for k in ("weights", "zeros"))
     total = dict(layer="total", type="", weights=weights, zeros=zeros, percent=100*zeros/max(1, weights))
-    print(f"{'layer':{width}}  {'type':16} {'weights':>11} {'zeros':>11} {'sparsity':>9}")
-    for r in (*report, total): print(f"{r['layer']:{width}}  {r['type']:16} {r['weights']:>11,} {r['zeros']:>11,} {r['percent']:>7.2f} %")
+    print(format_table(columns, [[r[c] for c in columns] for r in (*report, total)]))
 
 @patch
 def print_sparsity(self:Sparsifier):

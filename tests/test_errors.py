@@ -453,10 +453,10 @@ ERRORS = [
     ("eval_fn trains", lambda w: w.analyzer(eval_fn=train_step).analyze("quantization", verbose=False), ValueError, CHANGED),
     ("eval_fn loads weights", lambda w: w.analyzer(eval_fn=reload).sweep(verbose=False), ValueError, CHANGED),
     # results
-    ("top negative", lambda w: result().top(-1), ValueError, ["n is a whole number of rows", "-1"]),
-    ("top fraction", lambda w: result().top(2.5), ValueError, ["n is a whole number of rows", "2.5"]),
-    ("top True", lambda w: result().top(True), ValueError, ["n is a whole number of rows", "True"]),
-    ("summary negative", lambda w: result().summary(top=-1), ValueError, ["whole number of rows", "-1"]),
+    ("top negative", lambda w: result().top(-1), ValueError, ["n is a whole number, 0 or more", "-1"]),
+    ("top fraction", lambda w: result().top(2.5), ValueError, ["n is a whole number, 0 or more", "2.5"]),
+    ("top True", lambda w: result().top(True), ValueError, ["n is a whole number, 0 or more", "True"]),
+    ("summary negative", lambda w: result().summary(top=-1), ValueError, ["whole number, 0 or more", "-1"]),
     ("curve unknown", lambda w: SweepResult([result()]).curve("conv3"), KeyError, ["unknown layer 'conv3'", "'conv1'"]),
     # targets
     ("target above max", lambda w: w.targets(target_pct=95), ValueError, ["target_pct 95", "[0, 90]", "max_pct"]),

@@ -1037,20 +1037,26 @@ def test_beside_other_callbacks(tmp_path, cb):
     check_runs(learn)
 
 
+class Look(Callback):
+    """The first layer's weight and gradient at the start of each batch, before or after channels go."""
+
+    run_valid = False
+
+    def __init__(self, order):
+        self.order, self.seen = order, []
+
+    def before_batch(self):
+        w = self.learn.model.body[0].weight
+        self.seen.append((w.detach().clone(), None if w.grad is None else w.grad.clone()))
+
+
 def test_accumulated_gradients_are_not_lost(tmp_path):
     """Channels that go between two halves of a step take their gradients along; those that stay keep theirs."""
-    learn, seen = learner(tmp_path), []
-
-    class Between(Callback):
-        order, run_valid = 66, False
-
-        def before_batch(self):
-            w = self.learn.model.body[0].weight
-            seen.append((len(w), None if w.grad is None else float(w.grad.abs().sum()), None if w.grad is None else w.grad.shape == w.shape))
-
-    learn.fit(1, 1e-2, cbs=[GradientAccumulation(1000), PruneCallback(50, schedule=schedules["lin"]), Between()])
-    assert [n for n, *_ in seen] == [15, 13, 12, 10, 8][:len(seen)] or len({n for n, *_ in seen}) > 2
-    assert all(g and ok for _, g, ok in seen[1:])
+    learn, before, after = learner(tmp_path), Look(PruneCallback.order - 1), Look(PruneCallback.order + 1)
+    learn.fit(1, 1e-2, cbs=[GradientAccumulation(1000), PruneCallback(50, schedule=schedules["lin"]), before, after])
+    assert [len(w) for w, _ in before.seen] == [16, 15, 13, 12, 10] and [len(w) for w, _ in after.seen] == [15, 13, 12, 10, 8]
+    for (old, grad), (new, left) in zip(before.seen[1:], after.seen[1:], strict=True):
+        assert grad.flatten(1).any(1).all() and torch.equal(left, grad[kept_rows(new, old)])
 
 
 @pytest.mark.parametrize("opt", [partial(OptimWrapper, opt=torch.optim.AdamW), FastaiSGD, FastaiAdam], ids=["AdamW", "sgd", "adam"])
@@ -1085,12 +1091,21 @@ def test_the_pruned_learner_is_exported(tmp_path):
 
 
 def test_an_exported_learner_goes_on(tmp_path):
-    """Copy and pickle of a learner that is half way there."""
-    learn = learner(tmp_path)
-    cb = PruneCallback(50)
-    learn.fit(1, 1e-2, cbs=cb)
-    again = deepcopy(learn.model)
-    assert widths(again) == half and sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in learn.model.parameters())
+    """Half way there, saved with its callback and loaded: the rest goes, and not once more half of what is left."""
+    learn = learner(tmp_path, exportable=True, cbs=PruneCallback(50, schedule=schedules["lin"]))
+    learn.fit(2, 1e-2, cbs=Stop(5, CancelFitException()))
+    now = {"body.0": 12, "body.3": 24, "head.2": 10}
+    learn.export("half_way.pkl")
+    loaded = load_learner(tmp_path / "half_way.pkl")
+    assert widths(learn.model) == widths(loaded.model) == now
+    assert all(torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), loaded.model.state_dict().values(), strict=True))
+    loaded.dls, watch = learn.dls, Watch()
+    loaded.fit(2, 1e-2, cbs=watch)
+    assert widths(loaded.model) == half and [w["body.3"] for w in watch.seen] == [24] * 5 + [23, 21, 20, 18, 16]
+    check_runs(loaded)
+    assert widths(learn.model) == now
+    learn.fit(2, 1e-2)
+    assert widths(learn.model) == half
 
 
 def test_the_report_of_a_fit(tmp_path, capsys):
@@ -1150,11 +1165,16 @@ def test_criteria_while_training(tmp_path, criteria):
     check_runs(learn)
 
 
-def test_options_reach_the_pruner(tmp_path):
-    learn = learner(tmp_path)
-    learn.fit(1, 1e-2, cbs=PruneCallback(40, ignored_layers=["body.0"], round_to=8))
-    assert widths(learn.model) == {"body.0": 16, "body.3": 16, "head.2": 10} or widths(learn.model)["body.3"] == 24
-    assert widths(learn.model)["body.0"] == 16 and widths(learn.model)["body.3"] % 8 == 0
+@pytest.mark.parametrize("options", [dict(context="global"), dict(criteria=seeded(3)), dict(ignored_layers=["body.0"]), dict(round_to=8)], ids=str)
+def test_options_reach_the_pruner(tmp_path, options):
+    """With a learning rate of 0, so that a `Pruner` outside the fit sees the same weights."""
+    learn, sample = learner(tmp_path), digits()[0][:2]
+    same, other = deepcopy(learn.model), deepcopy(learn.model)
+    learn.fit(1, 0., cbs=PruneCallback(40, schedule=schedules["one_shot"], **options))
+    Pruner(same, 40, example_inputs=sample, **options).prune_model()
+    Pruner(other, 40, example_inputs=sample).prune_model()
+    found, right, wrong = ([p.detach() for p in m.parameters()] for m in (learn.model, same, other))
+    assert all(map(torch.equal, found, right)) and not all(map(torch.equal, found, wrong))
 
 
 @pytest.mark.parametrize(("ratio", "error"), [({"body.9": 50}, KeyError), ({"head.2": 50}, ValueError)])
