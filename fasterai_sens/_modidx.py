@@ -369,6 +369,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fasterai_sens.prune.Pruned.refusal': ('prune.html#pruned.refusal', 'fasterai_sens/prune.py'),
                                      'fasterai_sens.prune.Pruned.settings': ('prune.html#pruned.settings', 'fasterai_sens/prune.py'),
                                      'fasterai_sens.prune.Pruner': ('prune.html#pruner', 'fasterai_sens/prune.py'),
+                                     'fasterai_sens.prune.Pruner.__getstate__': ( 'prune.html#pruner.__getstate__',
+                                                                                  'fasterai_sens/prune.py'),
                                      'fasterai_sens.prune.Pruner.__init__': ('prune.html#pruner.__init__', 'fasterai_sens/prune.py'),
                                      'fasterai_sens.prune.Pruner._choose': ('prune.html#pruner._choose', 'fasterai_sens/prune.py'),
                                      'fasterai_sens.prune.Pruner._cut': ('prune.html#pruner._cut', 'fasterai_sens/prune.py'),

@@ -297,6 +297,11 @@ def _global(self:Pruner, share:float, left:dict, score:Callable)->dict:
     return {name: m - rounded(stay[name], m, self.round_to//math.gcd(self.round_to, k)) for name, (m, k) in left.items()}
 
 @patch
+def __getstate__(self:Pruner)->dict:
+    "All but the traced graph, which can be neither pickled nor copied"
+    return vars(self) | {"groups": dict(zip(self.groups, renewed(self.groups.values(), None), strict=True))}
+
+@patch
 def _traced(self:Pruner)->dict:
     "The groups, in a graph of the model as it is now"
     graph = next(iter(self.groups.values())).graph

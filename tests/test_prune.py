@@ -2,6 +2,7 @@
 
 import io
 import math
+import pickle
 import warnings
 from copy import deepcopy
 from functools import cache, partial
@@ -1088,6 +1089,22 @@ def test_the_pruned_learner_is_exported(tmp_path):
         assert torch.equal(loaded.model.eval()(x), out)
     learn.fit(1, 1e-2)
     assert widths(learn.model) == half
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_pruner_is_pickled_with_its_model(done):
+    """Before, between and after its steps; the loaded one goes on where it was"""
+    model = made("resnet18")
+    p = Pruner(model, 50, schedule=schedules["lin"], example_inputs=images, steps=2)
+    for _ in range(done):
+        p.prune_model()
+    loaded = pickle.loads(pickle.dumps(p))
+    for _ in range(2 - done):
+        p.prune_model()
+        loaded.prune_model()
+    assert loaded.model is not model and loaded.model.layer1[0].conv1.out_channels == 32
+    ours, theirs = model.state_dict(), loaded.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
 
 
 def test_an_exported_learner_goes_on(tmp_path):
