@@ -212,7 +212,7 @@ def after_step(self:QuantizeCallback):
     self.stepping = False
     for u in self.rounding: self.round_from(u)
 
-for event in ("batch", "train", "epoch", "fit"): setattr(QuantizeCallback, f"after_cancel_{event}", QuantizeCallback.after_step)
+QuantizeCallback.after_cancel_batch = QuantizeCallback.after_cancel_train = QuantizeCallback.after_cancel_epoch = QuantizeCallback.after_cancel_fit = QuantizeCallback.after_step
 
 @patch
 def after_fit(self:QuantizeCallback):
