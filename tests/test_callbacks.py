@@ -1110,7 +1110,7 @@ def test_whatever_is_cancelled_ends_rounded(tmp_path, trained, event, error, ord
     before, failed = structure(learn.model), False
     saves = [SaveModelCallback(at_end=True)] * (error is not CancelEpochException)  # fastai's own fails without the metric of an epoch
     try:
-        learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(3), CancelIn(event, error, order), *saves])
+        learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(3), CancelIn(event, error, order), Rounded(), *saves])
     except CancelStepException:  # fastai does not expect it after the step
         failed = event == "after_step"
         assert failed

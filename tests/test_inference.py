@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization import quantize_
+from toys import Net
 from transformers.pytorch_utils import Conv1D
 
 import fasterai_sens
@@ -17,7 +18,6 @@ from fasterai_sens.inference import check_plan, holders, layer_config, plan_unit
 from fasterai_sens.layers import find_units
 from fasterai_sens.quantize import fake_quantize_weight
 from fasterai_sens.state import changes, fingerprint
-from toys import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*FqnToConfig.*")
 
@@ -210,6 +210,16 @@ def test_a_module_under_two_names():
 def test_a_model_that_is_a_layer():
     layer = nn.Linear(8, 4)
     assert torch.equal(run(layer, to_torchao_config({"": 4}, layer, symmetric=False)).weight.dequantize(), fake_quantize_weight(layer.weight, 4, symmetric=False))
+
+
+def test_integers_are_not_quantized_again():
+    """Nor taken for tied: such weights have no address of their own."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    net = run(model, to_torchao_config({"0": 8, "1": 4}, model))
+    runs, left = split_plan(8, net)
+    assert runs == {"2": 8} and [n for n, why in left if "already" in why] == ["0", "1"]
+    with pytest.raises(KeyError, match="Int8Tensor.*already"):
+        to_torchao_config({"0": 8}, net)
 
 
 def test_the_rest_is_left_alone():
