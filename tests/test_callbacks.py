@@ -31,7 +31,7 @@ from torch import nn
 from torch.amp import GradScaler, autocast
 from torch.utils.data import DataLoader, TensorDataset
 
-from fasterai_sens import LayerTargets, PruneCallback, QuantizeCallback, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback
+from fasterai_sens import LayerTargets, PruneCallback, QuantizeCallback, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback, to_torchao_config
 from fasterai_sens.criteria import criteria, taylor, wanda
 from fasterai_sens.evaluate import learner_eval
 from fasterai_sens.layers import all_units, filters_first
@@ -1275,6 +1275,20 @@ def test_not_beside_pruning(tmp_path, trained):
     with pytest.raises(ValueError, match="prune in one fit"):
         learn.fit(1, 1e-3, cbs=[QuantizeCallback(3), PruneCallback(50)])
     assert same(snapshot(learn.model), trained)
+
+
+def test_torchao_runs_what_was_trained(tmp_path, trained):
+    """On the asymmetric grid both round alike, so that integers give the predictions of the fine-tuned model."""
+    from torchao.quantization import quantize_
+
+    learn = learner(tmp_path, state=trained)
+    learn.fit(1, 1e-3, cbs=[cb := QuantizeCallback({"head.2": 3}, symmetric=False)])
+    x, _ = valid()
+    expected, net = predictions(learn.model, x), deepcopy(learn.model).eval()
+    quantize_(net, to_torchao_config(cb.bits, net, symmetric=False), filter_fn=None)
+    assert type(net.head[2].weight).__name__ == "IntxUnpackedToInt8Tensor"
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_recovers_what_two_bits_lose(tmp_path, trained):
