@@ -23,6 +23,7 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
+from .inference import split_plan, to_torchao_config
 from .prune import Pruned, Pruner
 from .quantize import Quantized
 from .results import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
@@ -32,7 +33,7 @@ from .state import Perturbation, changes, fingerprint, leave_no_trace, method
 from .topology import ChannelDependency, fix_mask_conflict, not_safe_to_prune
 
 # These need fastai, which is imported when one of them is first used.
-_lazy = {"PruneCallback": "callbacks", "SparsifyCallback": "callbacks"}
+_lazy = {"PruneCallback": "callbacks", "QuantizeCallback": "callbacks", "SparsifyCallback": "callbacks"}
 
 
 def __getattr__(name):
