@@ -136,12 +136,11 @@ def below_threshold(
 def rising_scores(
     unit:Unit, # whose weights to rank
     criteria,  # a `Criterion`, bound to the model
-)->np.ndarray: # flat, one score a weight, -inf for zeros
+)->np.ndarray: # flat, one score a weight: -inf for zeros first, scores that are NaN last
     "Scores of the weights from least to most important. Raises ValueError if a weight is not finite"
     bad = int((~unit.filters.float().isfinite()).sum())
     if bad: raise ValueError(f"{unit.name}: {bad:,} of {unit.weight.numel():,} weights are not finite numbers, so they cannot be ranked")
-    scores = unit_scores(unit, "weight", criteria).nan_to_num(nan=np.inf, posinf=np.inf, neginf=-np.inf)
-    return np.sort(scores.flatten().cpu().numpy())
+    return np.sort(unit_scores(unit, "weight", criteria).flatten().cpu().numpy())
 
 def one_threshold(
     b:Budget,       # what the plan has to keep to
@@ -157,7 +156,7 @@ def global_magnitude(
     model:nn.Module,       # any model
     target_pct,            # mean over the weights of the layers, percent
     criteria=large_final,  # a `Criterion`, or a function from weight to scores; by default magnitude
-    calibration_data=None, # for criteria that use data
+    *, calibration_data=None, # for criteria that use data
     sample=None,           # one example input, to tell inputs from targets
     **kwargs,
 )->LayerTargets:           # layer name -> percent
