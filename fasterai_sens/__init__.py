@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from . import allocate, plot
 from .analyzer import SensitivityAnalyzer, analyze_sensitivity
+from .baselines import erk, global_magnitude, lamp, uniform
 from .counters import count_flops_params, latency, n_bytes
 from .criteria import (
     Criterion,
