@@ -41,20 +41,22 @@ def image_model(arch, epochs, seed):
 
 
 class Decoder(nn.Module):
-    """A causal transformer over bytes: `[batch, length]` -> `[batch, length, 256]`"""
+    """A causal transformer over bytes, its head tied to the embedding: `[batch, length]` -> `[batch, length, 256]`"""
 
-    def __init__(self, width=64, layers=2, length=64):
+    def __init__(self, width=64, layers=3, length=64):
         super().__init__()
         self.emb, self.pos = nn.Embedding(256, width), nn.Parameter(torch.randn(length, width)*.02)
-        self.blocks = nn.ModuleList(nn.ModuleDict(dict(n1=nn.LayerNorm(width), qkv=nn.Linear(width, 3*width), out=nn.Linear(width, width), n2=nn.LayerNorm(width),
-                                                       up=nn.Linear(width, 4*width), down=nn.Linear(4*width, width))) for _ in range(layers))  # fmt: skip
+        self.blocks = nn.ModuleList(nn.ModuleDict(dict(n1=nn.LayerNorm(width), n2=nn.LayerNorm(width), q=nn.Linear(width, width), k=nn.Linear(width, width), v=nn.Linear(width, width),
+                                                       out=nn.Linear(width, width), up=nn.Linear(width, 4*width), down=nn.Linear(4*width, width))) for _ in range(layers))  # fmt: skip
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        nn.init.normal_(self.emb.weight, std=.05)
+        self.head.weight = self.emb.weight
 
     def forward(self, x):
         """Logits of the next byte"""
         h = self.emb(x) + self.pos[: x.shape[1]]
         for b in self.blocks:
-            q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in b["qkv"](b["n1"](h)).chunk(3, -1))
+            q, k, v = (b[n](b["n1"](h)).unflatten(-1, (4, -1)).transpose(1, 2) for n in "qkv")
             h = h + b["out"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
             h = h + b["down"](F.gelu(b["up"](b["n2"](h))))
         return self.head(self.norm(h))
