@@ -24,8 +24,8 @@ from .criteria import (
     wanda,
 )
 from .prune import Pruned, Pruner
-from .quantize import Quantized
-from .results import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
+from .quantize import Quantized, quantize_model
+from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
 from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .sparsify import Sparse, Sparsifier
 from .state import Perturbation, changes, fingerprint, leave_no_trace, method

@@ -182,7 +182,7 @@ class AppliedPlan:
         "Take the quantization back; once more does nothing"
         for h in self.hooks: h.remove()
         for p, original in self.kept: p.data.copy_(original)
-        for m in self.model.modules(): _in_force.pop(m, None)
+        for m in [m for m, holder in _in_force.items() if holder() is self]: del _in_force[m]
         self.kept, self.hooks = [], []
     def __enter__(self): return self
     def __exit__(self, *_): self.remove()
@@ -197,11 +197,13 @@ def plan_options(
     usual = dict(quant_per_channel=True, quant_activations=False, quant_group_size=None, quant_ranges="minmax", quant_symmetric=True)
     s = getattr(plan, "settings", {})
     measured = {f"quant_{k}": s[k] for k in ("per_channel", "group_size", "symmetric") if k in s}
-    if "activations" in s: measured |= dict(quant_activations={"input and output": "both", None: False}.get(s["activations"], s["activations"]), quant_ranges=s["ranges"] or "minmax")
+    if s.get("activations"): measured |= dict(quant_activations="both" if "and" in s["activations"] else s["activations"], quant_ranges=s["ranges"])
+    elif "activations" in s: measured |= dict(quant_activations=False)
     given = {k: v for k, v in given.items() if v is not None}
+    plain = dict(quant_activations=find_sides, quant_ranges=lambda v: v if v == s.get("ranges") else str(find_observer(v)()))
     for k in measured.keys() & given.keys():
-        same = find_sides(given[k]) == find_sides(measured[k]) if k == "quant_activations" else given[k] == measured[k]
-        if not same: raise ValueError(f"the plan was measured with {k}={measured[k]!r}, not {given[k]!r}; pass dict(plan) to quantize in another way than was measured")
+        same = plain.get(k, lambda v: v)
+        if same(given[k]) != same(measured[k]): raise ValueError(f"the plan was measured with {k}={measured[k]!r}, not {given[k]!r}; pass dict(plan) to quantize in another way than was measured")
     return usual | measured | given
 
 # %% ../nbs/05_quantize.ipynb #c139b081
