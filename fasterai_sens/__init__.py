@@ -23,6 +23,7 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
+from .evaluate import kl_from
 from .prune import Pruned, Pruner
 from .quantize import Quantized, quantize_model
 from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult

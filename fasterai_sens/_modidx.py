@@ -310,6 +310,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fasterai_sens.evaluate.falls': ('evaluate.html#falls', 'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate.is_sample_mean': ( 'evaluate.html#is_sample_mean',
                                                                                    'fasterai_sens/evaluate.py'),
+                                        'fasterai_sens.evaluate.kl_from': ('evaluate.html#kl_from', 'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate.learner_criterion': ( 'evaluate.html#learner_criterion',
                                                                                       'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate.learner_eval': ('evaluate.html#learner_eval', 'fasterai_sens/evaluate.py'),
