@@ -16,7 +16,18 @@ from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fasterai_sens import BitPlan, LayerSensitivity, LayerTargets, Quantized, SensitivityAnalyzer, SensitivityResult, SweepResult, n_bytes, quantize_model
+from fasterai_sens import (
+    BitPlan,
+    LayerSensitivity,
+    LayerTargets,
+    Quantized,
+    SensitivityAnalyzer,
+    SensitivityResult,
+    SweepResult,
+    kl_from,
+    n_bytes,
+    quantize_model,
+)
 from fasterai_sens.allocate import choose
 from fasterai_sens.grids import fake_quantize_weight
 from fasterai_sens.layers import all_units
@@ -466,6 +477,36 @@ def test_quantize_at_the_door():
     with pytest.raises(TypeError, match="model is an nn.Module"): quantize_model("model", 4)
     with pytest.raises(ValueError, match="no compressible layer"): quantize_model(nn.ReLU(), 4)
     assert set(changes(before, fingerprint(model))) <= {"rng: torch"}
+
+
+# ---------------------------------------------------------------- divergence from the untouched model
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "tied", "resnet18"])
+def test_divergence_is_pytorchs(kind):
+    """The mean over positions of `F.kl_div`, a number for each sample, zero for the model itself; the model is left as it was, in training mode too"""
+    model, x = TOYS[kind]()
+    model.train()
+    before = fingerprint(model)
+    away = kl_from(model, [(x[:2], None), (x[2:], None)])
+    assert changes(before, fingerprint(model)) == []
+    model.eval()
+    logits = lambda: getattr(out := model(x), "logits", out).detach().log_softmax(-1)
+    was = logits()
+    assert away(model).abs().max() < 1e-7
+    with quantize_model(model, 3): now, got = logits(), away(model)
+    assert got.shape == (len(x),) and (got > 0).all()
+    assert torch.allclose(got, F.kl_div(now, was, log_target=True, reduction="none").sum(-1).reshape(len(x), -1).mean(1), rtol=1e-4, atol=1e-7)
+
+
+def test_divergence_of_maps_and_keywords():
+    """Classes on another axis, inputs by name"""
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(3, 4, 1), torch.randn(2, 3, 5, 5)
+    was = model(x).log_softmax(1).detach()
+    away = kl_from(model, {"input": x}, sample={"input": x}, dim=1)
+    with quantize_model(model, 2), torch.no_grad():
+        assert torch.allclose(away(model), F.kl_div(model(x).log_softmax(1), was, log_target=True, reduction="none").sum(1).flatten(1).mean(1), atol=1e-6)
 
 
 # ---------------------------------------------------------------- all of it
