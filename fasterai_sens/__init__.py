@@ -24,10 +24,11 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
+from .evaluate import kl_from
 from .inference import split_plan, to_torchao_config
 from .prune import Pruned, Pruner
-from .quantize import Quantized
-from .results import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
+from .quantize import Quantized, quantize_model
+from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
 from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .sparsify import Sparse, Sparsifier
 from .state import Perturbation, changes, fingerprint, leave_no_trace, method

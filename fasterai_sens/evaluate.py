@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Score', 'as_score', 'compare', 'single_scores', 'is_sample_mean', 'learner_metric', 'learner_eval', 'learner_sample',
-           'learner_criterion', 'falls']
+           'learner_criterion', 'falls', 'kl_from']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
 import math
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from .criteria import GRADIENTS, Criterion, as_criterion
-from .inputs import FirstBatches
+from .inputs import FirstBatches, batches, call
+from .state import leave_no_trace
 
 # %% ../nbs/09_evaluate.ipynb #6577e901
 @dataclass(frozen=True, eq=False)
@@ -167,3 +168,20 @@ def falls(
     "Whether lower is better: losses, and metrics with such a name"
     from fastai.losses import BaseLoss
     return isinstance(metric, BaseLoss | nn.Module) or bool(re.search(r"loss|error|entropy|perplexity|mse|mae", name.lower()))
+
+# %% ../nbs/09_evaluate.ipynb #d577251c
+def kl_from(
+    model:nn.Module, # the untouched model, whose predictions count as right
+    data,            # inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not used
+    sample=None,     # one example input, where the model takes several
+    dim:int=-1,      # axis of the classes in the output, logits `[n, ..., classes]`
+)->Callable:         # model -> divergence of each sample in nats, `[n]`
+    "An `eval_fn`: how far predictions are from those that `model` makes now, for `higher_is_better=False`"
+    inputs = [x for x, _ in batches(data, sample, next(model.parameters()).device)]
+    def log_probs(m, x): return getattr(out := call(m, x), "logits", out).float().log_softmax(dim)
+    with leave_no_trace(model, weights=()), torch.no_grad(): before = [log_probs(model.eval(), x) for x in inputs]
+    @torch.no_grad()
+    def eval_fn(m):
+        each = [(p.exp()*(p - log_probs(m, x))).sum(dim) for x, p in zip(inputs, before, strict=True)]
+        return torch.cat([e.flatten(1).mean(1) if e.dim() > 1 else e for e in each])
+    return eval_fn
