@@ -7,6 +7,7 @@ __all__ = ['SparsifyCallback', 'PruneCallback', 'QuantizeCallback']
 
 # %% ../nbs/18_callbacks.ipynb #fab51999
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -16,11 +17,10 @@ from fastcore.basics import patch
 
 from .criteria import INITIAL, PREVIOUS, as_criterion, collectors, large_final
 from .evaluate import learner_criterion, learner_sample
-from .inference import check_plan, plan_units
 from .inputs import FirstBatches
-from .layers import check_types
+from .layers import check_types, find_units
 from .prune import Pruner, check_optimizer, check_ratios, check_rising, swap_parameters
-from .quantize import Quantized
+from .quantize import Quantized, check_plan, plan_options, plan_units
 from .results import LayerTargets, check_count
 from .schedules import Schedule, agp
 from .sparsify import Sparsifier, check_context, check_sparsity, print_report, sparsity_report
@@ -149,11 +149,13 @@ class QuantizeCallback(Callback):
     _stateattrs = ("rounding", "floats")   # not saved with the callback
     def __init__(self,
         plan,             # layer name -> bits 2..16, or one number of bits for every layer
-        per_channel=True, # a scale for each output channel, or one for the layer
-        group_size=None,  # a scale for each so many neighbouring weights of an output channel; None: do not divide further
-        symmetric=True,   # zero in the middle of the grid, or a grid that spans the weights
+        per_channel=None, # a scale for each output channel, or one for the layer; None: as the plan was measured, else True
+        group_size=None,  # a scale for each so many neighbouring weights of an output channel; None: as the plan was measured, else not divided further
+        symmetric=None,   # zero in the middle of the grid, or a grid that spans the weights; None: as the plan was measured, else True
     ):
-        self.plan, self.quantized = check_plan(plan), partial(Quantized, per_channel=per_channel, group_size=group_size, symmetric=symmetric)
+        check_plan(plan)
+        options = plan_options(plan, quant_per_channel=per_channel, quant_group_size=group_size, quant_symmetric=symmetric)
+        self.plan, self.quantized = plan, partial(Quantized, **{k: options[f"quant_{k}"] for k in ("per_channel", "group_size", "symmetric")})
         self.quantized(8)
         self.bits, self.skipped = None, []
         self._init_state()
@@ -172,11 +174,11 @@ def before_fit(self:QuantizeCallback):
 def before_train(self:QuantizeCallback):
     "In the first epoch, find the layers and round them"
     if self.rounding is not None: return
-    found, self.skipped = plan_units(self.learn.model, self.plan)
+    found = plan_units(self.learn.model, self.plan)
     refused = {u: why for u, bits in found.items() if (why := self.quantized(bits).refusal(u))}
-    if refused and isinstance(self.plan, dict): raise ValueError("; ".join(f"{u.name!r} cannot be quantized like this: {why}" for u, why in refused.items()))
+    if refused and isinstance(self.plan, Mapping): raise ValueError("; ".join(f"{u.name!r} cannot be quantized like this: {why}" for u, why in refused.items()))
     if len(refused) == len(found): raise ValueError(f"no layer can be quantized like this: {next(iter(refused.values()))}")
-    self.skipped = self.skipped + [(u.name, why) for u, why in refused.items()]
+    self.skipped = [] if isinstance(self.plan, Mapping) else find_units(self.learn.model)[1] + [(u.name, why) for u, why in refused.items()]
     self.bits = LayerTargets({u.name: bits for u, bits in found.items() if u not in refused}, "bits")
     self.rounding = {u: self.quantized(bits) for u, bits in found.items() if u not in refused}
     for u in self.rounding: self.round_from(u, self.floats.get(u.name))

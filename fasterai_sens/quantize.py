@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sides', 'find_sides', 'hook_side', 'observe_ranges', 'Quantized', 'check_group_size', 'packed_bytes', 'plan_bytes',
-           'AppliedPlan', 'plan_options', 'plan_units', 'quantize_model']
+           'AppliedPlan', 'plan_options', 'check_plan', 'plan_units', 'quantize_model']
 
 # %% ../nbs/05_quantize.ipynb #cc448e00
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Number
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -207,15 +207,25 @@ def plan_options(
     return usual | measured | given
 
 # %% ../nbs/05_quantize.ipynb #c139b081
+def check_plan(
+    plan, # layer name -> bits 2..16, or one number of bits
+):
+    "The plan as a dict of int, or an int. Raises ValueError for what is not bits or names no layer, TypeError for a bad kind"
+    if not isinstance(plan, Mapping):
+        if not isinstance(plan, Number): raise TypeError(f"a plan is layer name -> bits, or one number of bits for all layers; got {plan!r}")
+        return check_bits(plan, "a plan")
+    if getattr(plan, "unit", "bits") != "bits": raise ValueError(f"a plan is in bits, a whole number from 2 to 16 for each layer; these targets are in {plan.unit}")
+    if not plan: raise ValueError("the plan is empty: name at least one layer, or give one number of bits for all of them")
+    return {n: check_bits(bits, f"the plan for {n!r}") for n, bits in plan.items()}
+
 def plan_units(
     model:nn.Module, # any model
     plan,            # bits for all layers, or layer name -> bits
 )->dict:             # `Unit` -> bits
     "Which units a plan means. Raises KeyError for an unknown name, ValueError for bits outside 2..16 or a plan for another model"
-    if not isinstance(plan, Mapping): return dict.fromkeys(find_units(model)[0], check_bits(plan, "plan"))
-    if getattr(plan, "unit", "bits") != "bits": raise ValueError(f"quantize_model takes a plan in bits; these targets are in {plan.unit}")
-    if not plan: raise ValueError("the plan is empty: it names no layer")
-    units = target_units(model, {n: check_bits(b, f"target of {n!r}") for n, b in plan.items()})
+    bits = check_plan(plan)
+    if not isinstance(bits, dict): return dict.fromkeys(find_units(model)[0], bits)
+    units = target_units(model, bits)
     measured = getattr(plan, "weights", {})
     for n, u in [(n, unit) for unit in units for n in unit.members if n in measured]:
         if u.weight.numel() != measured[n]: raise ValueError(f"the plan is for another model: {n} had {measured[n]:,} weights when it was measured, and has {u.weight.numel():,} in this one")

@@ -14,9 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 import fasterai_sens
 from fasterai_sens import LayerTargets, split_plan, to_torchao_config
-from fasterai_sens.inference import check_plan, holders, layer_config, plan_units, torchao_refusal
+from fasterai_sens.inference import holders, layer_config, torchao_refusal
 from fasterai_sens.layers import find_units
-from fasterai_sens.quantize import fake_quantize_weight
+from fasterai_sens.quantize import check_plan, fake_quantize_weight, plan_units
 from fasterai_sens.state import changes, fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*FqnToConfig.*")
@@ -262,8 +262,10 @@ def test_the_model_can_be_saved_and_loaded(tmp_path):
 
 
 def test_one_number_means_every_layer():
-    found, skipped = plan_units(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)), 5)
-    assert [(u.name, b) for u, b in found.items()] == [("0", 5), ("2", 5)] and [n for n, _ in skipped] == ["1"]
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    assert [(u.name, b) for u, b in plan_units(model, 5).items()] == [("0", 5), ("2", 5)]
+    runs, left = split_plan(5, model)
+    assert runs == {"0": 5, "2": 5} and [n for n, _ in left] == ["1"]
 
 
 def test_more_than_eight_bits_stay_in_floating_point():
