@@ -191,7 +191,7 @@ def least(
     slack = {k: limit + 1e-9*abs(limit) for k, (_, limit) in limits.items()}
     within = dict(slack)
     for _ in range(20):
-        rows = [LinearConstraint((cost/s)[None], -np.inf, within[k]/s) for k, (cost, _) in limits.items() for s in [np.abs(cost).max() or 1.]]
+        rows = [LinearConstraint((cost/s)[None], -np.inf, within[k]/s) for k, (cost, _) in limits.items() for s in [(np.abs(cost).max() or 1.)/1e3]]
         found = milp(c, integrality=np.ones(len(c)), bounds=Bounds(0, 1), constraints=[one_each, *rows], options=dict(mip_rel_gap=gap))
         if found.x is None: return None
         chosen = found.x > .5
