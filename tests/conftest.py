@@ -2,6 +2,8 @@
 import pytest
 import torch
 
+from fasterai_sens import results
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
@@ -10,3 +12,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def warn_again():
+    """What warns once for each value warns in every test."""
+    results._warn_fraction.cache_clear()
