@@ -23,6 +23,7 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
+from .evaluate import Divergence, evaluation
 from .prune import Pruned, Pruner
 from .quantize import Quantized
 from .results import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult

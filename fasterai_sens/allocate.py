@@ -15,7 +15,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .layers import target_units
-from .results import LayerTargets, SensitivityResult, SweepResult, check_pct, damage, in_bits
+from .results import LayerTargets, SensitivityResult, SweepResult, check_pct, damage, in_bits, plan_basis
 
 # %% ../nbs/14_allocate.ipynb #f7ad1cf8
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Knob:
 def knobs(
     rows:list, # of `LayerSensitivity`
     model,     # model the rows were measured on
+    by=None,   # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->list:       # of `Knob`
     "Rows as knobs. Raises KeyError or ValueError if `model` is not the one that was measured"
     groups, units = {}, target_units(model, {r.name: 0 for r in rows})
@@ -35,7 +36,7 @@ def knobs(
     for r in rows:
         if found[r.name].params != r.params: raise ValueError(f"{r.name} had {r.params:,} parameters when it was measured, and has {found[r.name].params:,} in this model")
         if r.prunable: groups.setdefault(r.group_id or r.name, []).append(r)
-    return [Knob(tuple(r.name for r in g), sum(found[r.name].weight.numel() for r in g), max(damage(r) for r in g)) for g in groups.values()]
+    return [Knob(tuple(r.name for r in g), sum(found[r.name].weight.numel() for r in g), max(damage(r, by) for r in g)) for g in groups.values()]
 
 # %% ../nbs/14_allocate.ipynb #41829c67
 def check_bounds(
@@ -79,12 +80,13 @@ def to_layer_targets(self:SensitivityResult,
     min_pct=0,      # least for any layer
     max_pct=90,     # most for any layer
     gamma=1.0,      # 0: uniform; larger: the most robust layers carry more of it
+    by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->LayerTargets:
-    "Less for the sensitive, more for the robust, with the mean `target_pct`. Raises ValueError if that is out of reach"
+    "Less for the sensitive, more for the robust, with the mean `target_pct`. Raises ValueError if that is out of reach, or if there is no such objective"
     if in_bits(self.compression_type): raise ValueError("a quantization result has no percent targets; to_bit_plan turns a sweep over bits into a plan")
     if isinstance(gamma, bool) or not isinstance(gamma, Real) or not 0 <= gamma < math.inf: raise ValueError(f"gamma is a number, 0 or more; got {gamma!r}")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    ks = knobs(self.layers, model)
+    ks = knobs(self.layers, model, plan_basis(self.layers, by))
     if not ks: raise ValueError("no layer of this result can be compressed")
     weights, top = np.array([k.weights for k in ks], float), np.array([high if math.isfinite(k.delta) else low for k in ks])
     lost = [n for k in ks if not math.isfinite(k.delta) for n in k.names]
@@ -137,21 +139,24 @@ def to_layer_targets(self:SweepResult,
     target_pct=50,  # weighted mean over the layers, percent
     min_pct=0,      # least for any layer
     max_pct=90,     # most for any layer; no layer goes beyond the last level measured for it
+    by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->LayerTargets:
-    "Every layer goes as far as one common damage allows, with the mean `target_pct`. Raises ValueError if that is out of reach"
+    "Every layer goes as far as one common damage allows, with the mean `target_pct`. Raises ValueError if that is out of reach, or if there is no such objective"
     if in_bits(self[0].compression_type): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    ks = {k.names: k.weights for r in self for k in knobs(r.layers, model)}
+    by = plan_basis([row for r in self for row in r.layers], by)
+    ks = {k.names: k.weights for r in self for k in knobs(r.layers, model, by)}
     if not ks: raise ValueError("no layer of this sweep can be compressed")
     damages, knob_of = {names: {} for names in ks}, {n: names for names in ks for n in names}
     for level, row in ((r.compression_level, row) for r in self for row in r.layers if row.prunable):
         at = damages[knob_of[row.name]]
-        at[level] = max(damage(row), at.get(level, -math.inf))
+        at[level] = max(damage(row, by), at.get(level, -math.inf))
     curves, weights = [curve_of(d) for d in damages.values()], np.array(list(ks.values()), float)
     top = np.array([max(low, min(high, c.pct[-1])) for c in curves])
     check_reach(target, np.full(len(curves), low), top, weights, (low, high), "no layer goes beyond the last level measured for it")
     pct = _common_tolerance(curves, weights, target, low, top)
-    return _in_order([row for r in self for row in r.layers], zip(ks, pct, strict=True))
+    first = {row.name: row for r in self for row in r.layers}
+    return _in_order([first[n] for n in self.names], zip(ks, pct, strict=True))
 
 # %% ../nbs/14_allocate.ipynb #58f9254b
 def _common_tolerance(curves:list, weights:np.ndarray, target:float, low:float, top:np.ndarray)->np.ndarray:

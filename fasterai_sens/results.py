@@ -115,7 +115,7 @@ def plan_basis(
 )->str:           # "metric" or "objective"
     "What a plan from these rows goes by. Raises ValueError for anything else, or for an objective that was not recorded"
     if by not in (None, "metric", "objective"): raise ValueError(f"by is 'metric', 'objective' or None; got {by!r}")
-    recorded = {r.objective_delta is not None for r in rows}
+    recorded = {r.objective_delta is not None for r in rows if r.prunable}
     if by is None and len(recorded) > 1: raise ValueError("some rows have an objective and some have none, which cannot be compared; say by='metric'")
     if by == "objective" and recorded != {True}: raise ValueError("no objective was recorded; let eval_fn return (metric, objective), or say by='metric'")
     return by or ("objective" if recorded == {True} else "metric")
