@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
-from .evaluate import falls, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import default_objective, falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
 from .measure import measure, stop_rule
@@ -157,7 +157,7 @@ def analyze_sensitivity(
 def from_learner(cls:SensitivityAnalyzer,
     learn,                 # a fastai Learner
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
-    *, objective="loss",   # what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is better), or None
+    *, objective="auto",   # what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is better), None; or "auto": "kl" for a classifier, else "loss"
     dl=None,               # data to evaluate on; None: the validation set
     higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
     metric_name=None,      # for display; None: the metric's own
@@ -166,6 +166,7 @@ def from_learner(cls:SensitivityAnalyzer,
     calibration_data=None, # None: the first batches of the training set, fetched when needed
 )->SensitivityAnalyzer:
     "An analyzer for the model, data, metric and loss of a `Learner`. Raises ValueError or TypeError for an objective that is none of these"
+    objective = default_objective(learn) if objective == "auto" else objective
     (name, _), eval_fn = learner_metric(learn, metric), learner_eval(learn, metric, dl, objective)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
     if higher_is_better is None: higher_is_better = not falls(metric, name)

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['Score', 'as_score', 'compare', 'Evaluation', 'Divergence', 'as_objective', 'evaluation', 'single_scores',
-           'is_sample_mean', 'learner_metric', 'learner_objective', 'learner_eval', 'learner_sample',
-           'learner_criterion', 'falls']
+           'is_sample_mean', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval',
+           'learner_sample', 'learner_criterion', 'falls']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -33,23 +33,24 @@ class Score:
     samples:np.ndarray|None=None   # float64, shape `[n]`
     objective:float|None=None      # a second quantity, lower is better; None if there is none
 
+_expected = "eval_fn returns a number, a 0-d tensor, or a 1-D tensor with a score for each sample, or a pair of those, (metric, objective)"
+
 def as_score(
     out, # what `eval_fn` returned
 )->Score:
     "Check what an evaluation returned. Raises TypeError for what is no number, ValueError for a wrong shape"
     if not isinstance(out, tuple): return _score(out)
-    if len(out) != 2: raise TypeError(f"eval_fn returns a metric or a pair, (metric, objective); got a tuple of {len(out)}")
+    if len(out) != 2: raise TypeError(f"{_expected}; got a tuple of {len(out)}")
     return replace(_score(out[0]), objective=_score(out[1]).value)
 
 def _score(out)->Score:
     "One quantity that an evaluation returned"
-    expected = "eval_fn returns a number, a 0-d tensor, or a 1-D tensor with a score for each sample"
     if isinstance(out, bool | str | complex) or not isinstance(out, Real | Tensor | np.ndarray | np.generic):
-        raise TypeError(f"{expected}; got {type(out).__name__} {str(out)[:40]!r}")
+        raise TypeError(f"{_expected}; got {type(out).__name__} {str(out)[:40]!r}")
     a = out.detach().cpu().double().numpy() if isinstance(out, Tensor) and not out.is_complex() else np.asarray(out)
-    if a.dtype.kind not in "fiub": raise TypeError(f"{expected}; got {a.dtype} values")
+    if a.dtype.kind not in "fiub": raise TypeError(f"{_expected}; got {a.dtype} values")
     if a.ndim == 0: return Score(float(a))
-    if a.ndim > 1 or not a.size: raise ValueError(f"{expected}; got shape {tuple(a.shape)}")
+    if a.ndim > 1 or not a.size: raise ValueError(f"{_expected}; got shape {tuple(a.shape)}")
     return Score(float(a.astype(float).mean()), a.astype(float))
 
 # %% ../nbs/09_evaluate.ipynb #244fcfa0
@@ -150,7 +151,7 @@ def evaluation(
     "Run a model over `data` once, and score all its outputs together. Raises ValueError for data that can be read only once, or is empty"
     if not callable(metric): raise TypeError(f"metric is a function of (predictions, targets); got {type(metric).__name__}")
     if not isinstance(data, Iterable): raise TypeError(f"data is a list of batches or a DataLoader; got {type(data).__name__}")
-    if iter(data) is data: raise ValueError("data can be read only once, and is needed for every layer; give a list or a DataLoader")
+    if isinstance(data, Iterator): raise ValueError("data can be read only once, and is needed for every layer; give a list or a DataLoader")
     def run(model):
         device, outputs = next((p.device for p in model.parameters()), None), []
         with leave_no_trace(model, weights=()), torch.no_grad():
@@ -207,7 +208,7 @@ def learner_metric(
     decided = []   # at the first call, the baseline: what comes later must be comparable with it
     def score(p, t):
         if not decided: decided.append(is_sample_mean(f, p, t))
-        return single_scores(f, p, t) if decided[0] else torch.as_tensor(float(f(p, t)))
+        return single_scores(f, p, t) if decided[0] else torch.as_tensor(float(f(p, *_several(t))))
     return name, score
 
 # %% ../nbs/09_evaluate.ipynb #672b2a45
@@ -235,13 +236,22 @@ def _unreduced(learn):
     except ValueError: can = False   # a function that does not say what it takes
     return learn.loss_not_reduced() if can else nullcontext()
 
+def default_objective(
+    learn, # a fastai Learner
+)->str:    # "kl" or "loss"
+    "What `objective='auto'` means: KL divergence for a classifier, known by its cross-entropy loss, else the loss"
+    f = getattr(learn.loss_func, "func", learn.loss_func)
+    name = getattr(f, "__name__", type(f).__name__).lower()
+    return "kl" if re.search(r"cross_?entropy|nll|focal", name) and "binary" not in name else "loss"
+
 def learner_objective(
     learn,     # a fastai Learner
-    objective, # "loss", "kl", a function of predictions and targets, or None
+    objective, # "auto", "loss", "kl", a function of predictions and targets, or None
 )->tuple:      # (predictions, targets) -> per-sample values or a number, or None; callbacks that must be there when the Learner runs
     "The objective that is meant. Raises ValueError for an unknown name or a missing loss, TypeError for anything else"
+    if objective == "auto": objective = default_objective(learn)
     if objective == "kl": return Divergence(getattr(learn.loss_func, "axis", 1)), []
-    if objective != "loss": return as_objective(objective, "'loss', 'kl'"), []
+    if objective != "loss": return as_objective(objective, "'auto', 'loss', 'kl'"), []
     if not callable(learn.loss_func): raise ValueError("the learner has no loss_func to take as objective; set it, or give a function of (predictions, targets)")
     cb = _keep_losses()
     return cb.losses, [cb]
@@ -272,10 +282,15 @@ def learner_eval(
 def _accumulated(learn, metric, preds:Tensor, targs:Tensor)->Tensor:
     "Value of a stateful fastai metric"
     metric.reset()
-    metric.accumulate(SimpleNamespace(pred=preds, y=targs, yb=(targs,), loss=learn.loss_func(preds, targs), to_detach=learn.to_detach))
+    yb = _several(targs)
+    metric.accumulate(SimpleNamespace(pred=preds, y=targs, yb=yb, loss=learn.loss_func(preds, *yb), to_detach=learn.to_detach))
     return torch.as_tensor(float(metric.value))
 
 def _raw(x): return x
+
+def _several(targs)->tuple:
+    "Targets as fastai hands them on, one argument each"
+    return targs if isinstance(targs, tuple) else (targs,)
 
 def _tensor(x)->Tensor:
     "Without fastai's subclass, which `vmap` does not know"

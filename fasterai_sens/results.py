@@ -383,12 +383,15 @@ def from_json(cls:SweepResult,
 # %% ../nbs/01_results.ipynb #2d3a60b0
 def _rising(values:list)->list:
     "The nearest values that never fall, where finite; what is missing or not finite stays"
-    from scipy.optimize import isotonic_regression
-    finite = [i for i, v in enumerate(values) if v is not None and math.isfinite(v)]
-    out = list(values)
-    if finite:
-        for i, v in zip(finite, isotonic_regression([values[i] for i in finite]).x, strict=True): out[i] = float(v)
-    return out
+    blocks = []   # of [mean, positions]: pool adjacent violators
+    for i, v in enumerate(values):
+        if v is None or not math.isfinite(v): continue
+        blocks.append((v, [i]))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (_, left), (_, right) = blocks[-2:]
+            blocks[-2:] = [(math.fsum(values[k] for k in left + right)/len(left + right), left + right)]
+    new = {i: v for v, at in blocks for i in at}
+    return [new.get(i, v) for i, v in enumerate(values)]
 
 def _moved(row:LayerSensitivity, delta:float, rise:float|None, sign:int, base:float|None)->LayerSensitivity:
     "The row with another damage; its metric and objective go with it"
