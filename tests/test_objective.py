@@ -279,7 +279,8 @@ def test_rankings_go_by_the_metric_and_plans_by_the_objective():
     for found, plain in ((res, metric_only[0]), (sweep, SweepResult(metric_only))):
         plan = found.to_layer_targets(model, 45)
         assert plan["a"] > plan["b"] and plan == found.to_layer_targets(model, 45, by="objective")
-        assert found.to_layer_targets(model, 45, by="metric") == plain.to_layer_targets(model, 45) == {"a": plan["b"], "b": plan["a"]}
+        other = found.to_layer_targets(model, 45, by="metric")
+        assert other == plain.to_layer_targets(model, 45) and other["a"] < other["b"] and other.mean(model) == pytest.approx(45, abs=1e-9)
         with pytest.raises(ValueError, match="no objective was recorded"):
             plain.to_layer_targets(model, 45, by="objective")
         with pytest.raises(ValueError, match="by is 'metric', 'objective' or None; got 'loss'"):
@@ -289,6 +290,43 @@ def test_rankings_go_by_the_metric_and_plans_by_the_objective():
         mixed.to_layer_targets(model, 45)
     assert mixed.to_layer_targets(model, 45, by="metric") == sweep.to_layer_targets(model, 45, by="metric")
     assert plan_basis([row("x", NAN, prunable=False), row(rise=0.1)]) == "objective"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_by_an_objective_have_the_least_total(seed):
+    """No plan on a fine grid with the same budget has a smaller sum of rises, for curves with and without dents."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 9, 3)
+    model = nn.ModuleDict({n: nn.Linear(int(k), 4, bias=False) for n, k in zip("abc", sizes, strict=True)})
+    levels = [0, 20, 40, 60, 80]
+    rises = {n: np.r_[0, np.sort(rng.random(4)) * rng.random()] for n in "abc"}
+    rows = lambda j: [LayerSensitivity(n, "Linear", 4 * int(k), 0.9, 0.9, 0.0, objective=rises[n][j], objective_delta=rises[n][j]) for n, k in zip("abc", sizes, strict=True)]
+    sweep = SweepResult([SensitivityResult("sparsity", p, 0.9, rows(j), objective_name="loss", baseline_objective=0.0) for j, p in enumerate(levels) if p])
+    weights = sizes / sizes.sum()
+    for low, high, target in ((0, 80, 37.0), (10, 70, 50.0), (0, 80, 80.0), (15, 80, 15.0)):
+        plan = sweep.to_layer_targets(model, target, low, high)
+        assert plan.mean(model) == pytest.approx(target, abs=1e-9) and all(low - 1e-9 <= v <= high + 1e-9 for v in plan.values())
+        ends = [p for p in levels if low < p < high] + [low, high]
+
+        def bridged(name, at, ends=ends):
+            """The lower convex hull at one level: the best mixture of two levels"""
+            y = {p: np.interp(p, levels, rises[name]) for p in ends}
+            pairs = [(a, b) for a in ends for b in ends if a <= at <= b]
+            return min(y[a] if a == b else y[a] + (y[b] - y[a]) * (at - a) / (b - a) for a, b in pairs)
+
+        total = sum(bridged(n, float(np.clip(plan[n], low, high))) for n in "abc")
+        grid = np.linspace(low, high, 41)
+        for a, b in itertools.product(grid, grid):
+            c = (target - weights[0] * a - weights[1] * b) / weights[2]
+            if low <= c <= high:
+                assert total <= bridged("a", a) + bridged("b", b) + bridged("c", c) + 1e-9
+
+
+def test_layers_with_the_same_slope_go_on_together():
+    """Nothing depends on their order."""
+    model = nn.ModuleDict({n: nn.Linear(4, 4, bias=False) for n in "abc"})
+    rows = [LayerSensitivity(n, "Linear", 16, 0.9, 0.9, 0.0, objective=1.0, objective_delta=0.0) for n in "abc"]
+    assert list(SweepResult([both(80, rows)]).to_layer_targets(model, 30).values()) == pytest.approx([30] * 3)
 
 
 def test_plots_of_a_sweep_by_either():
