@@ -166,8 +166,9 @@ def from_learner(cls:SensitivityAnalyzer,
     calibration_data=None, # None: the first batches of the training set, fetched when needed
 )->SensitivityAnalyzer:
     "An analyzer for the model, data, metric and loss of a `Learner`. Raises ValueError or TypeError for an objective that is none of these"
+    name, _ = learner_metric(learn, metric)
     objective = default_objective(learn) if objective == "auto" else objective
-    (name, _), eval_fn = learner_metric(learn, metric), learner_eval(learn, metric, dl, objective)
+    eval_fn = learner_eval(learn, metric, dl, objective)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
     if higher_is_better is None: higher_is_better = not falls(metric, name)
     return cls(learn.model, sample, eval_fn, criteria=learner_criterion(learn, criteria), higher_is_better=higher_is_better, metric_name=metric_name or name,
