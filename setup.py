@@ -23,6 +23,6 @@ setup(
     packages=find_packages(include=["fasterai_sens*"]),
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "torchao")},
     include_package_data=True,
 )

@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from . import allocate, plot
 from .analyzer import SensitivityAnalyzer, analyze_sensitivity
+from .baselines import erk, global_magnitude, lamp, uniform
 from .counters import count_flops_params, latency, n_bytes
 from .criteria import (
     Criterion,
@@ -23,17 +24,18 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
-from .evaluate import Divergence, evaluation
+from .evaluate import Divergence, evaluation, kl_from
+from .inference import split_plan, to_torchao_config
 from .prune import Pruned, Pruner
-from .quantize import Quantized
-from .results import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
+from .quantize import Quantized, quantize_model
+from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
 from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .sparsify import Sparse, Sparsifier
 from .state import Perturbation, changes, fingerprint, leave_no_trace, method
 from .topology import ChannelDependency, fix_mask_conflict, not_safe_to_prune
 
 # These need fastai, which is imported when one of them is first used.
-_lazy = {"PruneCallback": "callbacks", "SparsifyCallback": "callbacks"}
+_lazy = {"PruneCallback": "callbacks", "QuantizeCallback": "callbacks", "SparsifyCallback": "callbacks"}
 
 
 def __getattr__(name):

@@ -98,12 +98,16 @@ def analyze(self:SensitivityAnalyzer,
     layers=None,              # names of layers; None: all
     layer_types=None,         # a module class or a tuple of them; None: all
     quant_per_channel=True,   # quantization: a scale for each output channel, or one for the layer
-    quant_activations=False,  # quantization: also the output of the layer
+    quant_activations=False,  # quantization: also its activations, "output" (or True), "input" or "both"
+    quant_group_size=None,    # quantization: a scale for each so many weights of an output channel; None: do not divide further
+    quant_ranges="minmax",    # ranges of activations: "minmax", "moving_average", "percentile", "mse", or a function that returns an observer
+    quant_symmetric=True,     # quantization: zero in the middle of the weights' range, or a range that just holds them
     verbose=True,             # show a progress bar
 )->SensitivityResult:
     "Compress one layer at a time and measure. Raises ValueError for a level of the wrong unit, KeyError for an unknown layer"
     return self._run(compression, [level], layers=layers, layer_types=layer_types, verbose=verbose, stop=stop_rule(None, None),
-                     granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations)[0]
+                     granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
+                     quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric)[0]
 
 # %% ../nbs/12_analyzer.ipynb #c5f49413
 @patch
@@ -112,7 +116,8 @@ def sweep(self:SensitivityAnalyzer,
     levels=None,              # list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits; a dict from layer name to such a list measures those layers only
     *, early_stop_mode=None,  # "minimize", "maximize", "dropped" or "raised": leave out the harsher levels of a layer
     early_stop_value=None,    # below, above, fallen by or risen by more than this
-    granularity="weight", layers=None, layer_types=None, quant_per_channel=True, quant_activations=False, verbose=True, # as in `analyze`
+    granularity="weight", layers=None, layer_types=None, quant_per_channel=True, quant_activations=False, # as in `analyze`
+    quant_group_size=None, quant_ranges="minmax", quant_symmetric=True, verbose=True, # as in `analyze`
 )->SweepResult:
     "`analyze` at several levels, mildest first, with one evaluation of the baseline. Raises as `analyze` does"
     if isinstance(levels, Mapping):
@@ -121,7 +126,8 @@ def sweep(self:SensitivityAnalyzer,
         if not levels: raise ValueError("levels is empty")
     else: levels = _level_list(levels, "levels")
     return self._run(compression, levels, layers=layers, layer_types=layer_types, verbose=verbose, stop=stop_rule(early_stop_mode, early_stop_value),
-                     granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations)
+                     granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
+                     quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric)
 
 # %% ../nbs/12_analyzer.ipynb #5df7c446
 def _level_list(levels, what:str)->list|None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Score', 'as_score', 'compare', 'Evaluation', 'Divergence', 'as_objective', 'evaluation', 'single_scores',
            'is_sample_mean', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval',
-           'learner_sample', 'learner_criterion', 'falls']
+           'learner_sample', 'learner_criterion', 'falls', 'kl_from']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
 import math
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .criteria import GRADIENTS, Criterion, as_criterion
-from .inputs import FirstBatches, call, mapped, to_device
+from .inputs import FirstBatches, batches, call, mapped, to_device
 from .state import leave_no_trace
 
 # %% ../nbs/09_evaluate.ipynb #6577e901
@@ -325,3 +325,17 @@ def falls(
     "Whether lower is better: losses, and metrics with such a name"
     from fastai.losses import BaseLoss
     return isinstance(metric, BaseLoss | nn.Module) or bool(re.search(r"loss|error|entropy|perplexity|mse|mae", name.lower()))
+
+# %% ../nbs/09_evaluate.ipynb #d577251c
+def kl_from(
+    model:nn.Module, # the untouched model, whose predictions count as right
+    data,            # inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not used
+    sample=None,     # one example input, where the model takes several
+    axis:int=-1,     # of the classes in the output, logits `[n, ..., classes]`
+)->Callable:         # model -> divergence of each sample in nats, `[n]`
+    "An `eval_fn`: how far predictions are from those that `model` makes now, for `higher_is_better=False`"
+    inputs, away = [x for x, _ in batches(data, sample, next(model.parameters()).device)], Divergence(axis)
+    @torch.no_grad()
+    def eval_fn(m): return away(torch.cat([getattr(out := call(m, x), "logits", out) for x in inputs]))
+    with leave_no_trace(model, weights=()): eval_fn(model.eval())   # the first outputs are what the others are compared with
+    return eval_fn

@@ -102,6 +102,7 @@ def why_not(
     if isinstance(w, UninitializedParameter): raise ValueError(f"{type(module).__name__} has no weight yet: run the model once on real input")
     if not isinstance(w, nn.Parameter): return "its weight is not a parameter (weight_norm, spectral_norm?); remove the reparametrization"
     if w.device.type == "meta": raise ValueError("the model is on the meta device and has no numbers; load its weights first")
+    if hasattr(w, "__tensor_flatten__"): return f"its weight is made of other tensors ({type(w).__name__}); it is quantized or distributed already"
     return None if w.is_floating_point() else f"its weight is {str(w.dtype).removeprefix('torch.')}, not floating point"
 
 # %% ../nbs/02_layers.ipynb #b196bfce

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_pct', 'check_bits', 'check_count', 'unknown_name', 'format_table', 'LayerSensitivity', 'plan_basis', 'damage',
-           'SensitivityResult', 'in_bits', 'level_text', 'label', 'SweepResult', 'LayerTargets']
+           'SensitivityResult', 'in_bits', 'level_text', 'label', 'SweepResult', 'LayerTargets', 'BitPlan']
 
 # %% ../nbs/01_results.ipynb #df794bab
 import json
@@ -434,12 +434,34 @@ def as_fractions(self:LayerTargets)->dict: # layer name -> 0..1
 def to_json(self:LayerTargets,
     path, # file to write
 ):
-    "Write targets and unit to a JSON file"
-    _write_json(path, "LayerTargets", {"unit": self.unit, "targets": dict(self)})
+    "Write targets, unit and whatever else they carry to a JSON file"
+    _write_json(path, "LayerTargets", {**vars(self), "targets": dict(self)})
 
 @patch(cls_method=True)
 def from_json(cls:LayerTargets,
     path, # file that `to_json` wrote
 )->LayerTargets:
-    "Read targets back"
-    return _read_json(path, "LayerTargets", lambda data: LayerTargets(data["targets"], data["unit"]))
+    "Read targets back, a `BitPlan` as one. Raises ValueError if the file holds other targets than were asked for"
+    found = _read_json(path, "LayerTargets", _targets)
+    if not isinstance(found, cls): raise ValueError(f"{path} holds targets in {found.unit} with nothing beside them, not a {cls.__name__}")
+    return found
+
+# %% ../nbs/01_results.ipynb #7455cad7
+class BitPlan(LayerTargets):
+    "Layer name -> bits, with what it was measured with and what to expect of it"
+    def __init__(self,
+        bits=(),                # mapping or pairs of layer name and bits, 2..16
+        *, size_bytes=None,     # of the whole model under the plan; None: not known
+        predicted_metric=None,  # what the model is expected to score; None: not known
+        metric_name:str="",     # of which metric
+        settings=(),            # how layers are quantized: per_channel, group_size, symmetric, activations, ranges
+        weights=(),             # layer name -> number of weights when it was measured
+    ):
+        super().__init__(bits, "bits")
+        self.size_bytes, self.predicted_metric, self.metric_name = size_bytes, predicted_metric, metric_name
+        self.settings, self.weights = dict(settings), dict(weights)
+
+def _targets(data:dict)->LayerTargets:
+    "Targets from the plain dictionary that `to_json` writes"
+    levels, unit = data.pop("targets"), data.pop("unit")
+    return BitPlan(levels, **_revive(data)) if data else LayerTargets(levels, unit)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from fastai.callback import progress, schedule
 from fastai.callback.channelslast import ChannelsLast
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -31,9 +31,11 @@ from torch import nn
 from torch.amp import GradScaler, autocast
 from torch.utils.data import DataLoader, TensorDataset
 
-from fasterai_sens import LayerTargets, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback
+from fasterai_sens import LayerTargets, PruneCallback, QuantizeCallback, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback, to_torchao_config
 from fasterai_sens.criteria import criteria, taylor, wanda
 from fasterai_sens.evaluate import learner_eval
+from fasterai_sens.layers import all_units, filters_first
+from fasterai_sens.quantize import fake_quantize_weight
 from fasterai_sens.schedules import agp, lin, schedules
 
 pytestmark = [
@@ -855,6 +857,455 @@ def test_accuracy_survives_eighty_percent(tmp_path, trained):
     learn.fit(8, 5e-3, cbs=SparsifyCallback(80, schedule=agp))
     assert zeros(learn.model) == wanted(80)
     assert dense > 0.95 and learn.validate()[1] > max(0.85, at_one_blow + 0.3)
+
+
+# ---------------------------------------------------------------- quantization-aware fine-tuning
+
+
+def most_values(model):
+    """Layer name -> the largest number of different weights in an output channel."""
+    return {u.name: max(len(r.unique()) for r in u.filters.flatten(1)) for u in all_units(model)[0]}
+
+
+def is_rounded(model, plan=3):
+    """Whether every layer of the plan is on a symmetric grid of so many bits, and not on a coarser one by accident of being constant."""
+    found = most_values(model)
+    plan = plan if isinstance(plan, dict) else dict.fromkeys(found, plan)
+    return all(1 < found[n] <= 2**b - 1 for n, b in plan.items())
+
+
+class Rounded(Callback):
+    """Runs after everything else: weights are rounded at all times but during the step."""
+
+    order = 90
+
+    def __init__(self, plan=3):
+        self.plan, self.steps, self.batches, self.epochs = plan, 0, 0, 0
+
+    def look(self, stepping=False):
+        assert is_rounded(self.learn.model, self.plan) != stepping
+
+    def before_batch(self):
+        self.look()
+        self.batches += 1
+
+    def before_step(self):
+        self.look(stepping=True)
+        self.steps += 1
+
+    def after_step(self):
+        self.look()
+
+    def after_pred(self):
+        self.look()
+
+    def after_epoch(self):
+        if self.batches:  # not in an epoch that a resumed fit skips
+            self.look()
+        self.epochs += 1
+
+
+def check_ends_quantized(model, cb, **how):
+    """The weights are those that fake quantization makes of the float weights, which are others."""
+    assert {u.name for u in all_units(model)[0]} >= set(cb.bits) == set(cb.floats)
+    for u in all_units(model)[0]:
+        if u.name in cb.bits:
+            filters = filters_first(u.module, cb.floats[u.name])
+            assert torch.equal(u.filters, fake_quantize_weight(filters, cb.bits[u.name], **how)) and not torch.equal(u.filters, filters)
+
+
+class Batches(Callback):
+    """Remembers what was trained on."""
+
+    order, run_valid = 70, False
+
+    def before_fit(self):
+        self.seen = []
+
+    def before_batch(self):
+        self.seen.append((self.xb[0].clone(), self.yb[0].clone()))
+
+
+hows = {"plain": {}, "one scale": {"per_channel": False}, "asymmetric": {"symmetric": False}, "groups": {"group_size": 4}}
+
+
+@pytest.mark.parametrize("how", hows)
+@pytest.mark.parametrize("plan", [{"body.3": 3, "head.2": 4}, {"head.2": 2}], ids=str)
+def test_straight_through_by_hand(tmp_path, trained, plan, how):
+    """Forward and backward at the rounded weights, a step of SGD with momentum and decay at the float ones."""
+    learn = learner(tmp_path, state=trained, opt_func=optimizers["torch sgd"])
+    learn.fit(2, 1e-2, wd=0.1, cbs=[cb := QuantizeCallback(plan, **hows[how]), batches := Batches()])
+    model = Net().train()
+    model.load_state_dict(trained)
+    bn = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    decayed = [p for p in model.parameters() if not any(p is q for m in bn for q in m.parameters())]
+    opt = torch.optim.SGD(decayed + [p for m in bn for p in m.parameters()], 1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+    def rounded():
+        """A copy of the layers of the plan, then the same rounded in place."""
+        floats = {n: weights(model)[n].detach().clone() for n in plan}
+        for n, bits in plan.items():
+            weights(model)[n].data.copy_(fake_quantize_weight(floats[n], bits, **hows[how]))
+        return floats
+
+    for x, y in batches.seen:
+        floats = rounded()
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for n, w in floats.items():
+            weights(model)[n].data.copy_(w)
+        opt.step()
+    floats = rounded()
+    assert len(batches.seen) == 10
+    for n in plan:
+        torch.testing.assert_close(cb.floats[n], floats[n], rtol=1e-3, atol=1e-5)
+    for n, w in model.state_dict().items():
+        if w.is_floating_point() and n.removesuffix(".weight") not in plan:
+            torch.testing.assert_close(learn.model.state_dict()[n], w, rtol=1e-3, atol=1e-5)
+    check_ends_quantized(learn.model, cb, **hows[how])
+
+
+@pytest.mark.parametrize("opt", optimizers)
+def test_rounded_at_all_times_but_the_step(tmp_path, trained, opt):
+    learn, plan = learner(tmp_path, state=trained, opt_func=optimizers[opt]), {"body.3": 3, "head.2": 2}
+    before = structure(learn.model)
+    learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(plan), probe := Rounded(plan)])
+    assert (probe.steps, probe.batches, probe.epochs) == (10, 20, 2)
+    assert structure(learn.model) == before and cb.bits == plan and cb.bits.unit == "bits"
+    check_ends_quantized(learn.model, cb)
+    assert not is_rounded(learn.model, {"body.0": 3})
+
+
+@pytest.mark.parametrize("precision", precisions)
+def test_rounded_in_mixed_precision(tmp_path, trained, precision):
+    learn = precisions[precision](learner(tmp_path, state=trained))
+    learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(3), probe := Rounded()])
+    assert probe.steps == 10 and all(w.dtype == torch.float32 for w in weights(learn.model).values())
+    check_ends_quantized(learn.model, cb)
+
+
+def test_steps_that_the_scaler_skips_move_nothing(tmp_path, trained):
+    """A scale that overflows half precision: no step is taken, and nothing is rounded twice."""
+    learn = learner(tmp_path, state=trained, cbs=Overflows())
+    learn.fit(1, 1e-3, cbs=[cb := QuantizeCallback(3), probe := Rounded()])
+    assert probe.steps == 0
+    assert all(torch.equal(cb.floats[n], trained[f"{n}.weight"]) for n in SIZES)
+    check_ends_quantized(learn.model, cb)
+
+
+class Overflows(Callback):
+    """What mixed precision does when gradients overflow."""
+
+    order = 10
+
+    def before_step(self):
+        raise CancelStepException
+
+
+def test_accumulated_and_clipped_gradients(tmp_path, trained):
+    learn = learner(tmp_path, state=trained, opt_func=optimizers["sgd"])
+    learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(3), GradientAccumulation(128), GradientClip(0.5), probe := Rounded()])
+    assert 0 < probe.steps < 10
+    check_ends_quantized(learn.model, cb)
+
+
+@pytest.mark.parametrize("fit", fits)
+def test_every_way_to_fit_quantized(tmp_path, trained, fit):
+    learn, cb = learner(tmp_path, state=trained, splitter=halves, opt_func=optimizers["sgd"]), QuantizeCallback(3)
+    callbacks, before = list(learn.cbs), structure(learn.model)
+    fits[fit](learn, [cb, probe := Rounded()])
+    assert probe.steps == 10 and structure(learn.model) == before and list(learn.cbs) == callbacks
+    check_ends_quantized(learn.model, cb)
+
+
+def test_a_frozen_body_is_rounded_too(tmp_path, trained):
+    learn = learner(tmp_path, state=trained, splitter=halves)
+    learn.freeze()
+    learn.fit(1, 1e-3, cbs=[cb := QuantizeCallback(3), Rounded()])
+    assert torch.equal(cb.floats["body.3"], trained["body.3.weight"]) and not torch.equal(cb.floats["head.2"], trained["head.2.weight"])
+    assert not learn.model.body[3].weight.requires_grad
+    check_ends_quantized(learn.model, cb)
+
+
+def test_a_second_fit_goes_on_from_the_float_weights(tmp_path, trained):
+    learn, cb = learner(tmp_path, state=trained), QuantizeCallback(3)
+    learn.fit(1, 1e-3, cbs=cb)
+    floats, model = {n: w.clone() for n, w in cb.floats.items()}, snapshot(learn.model)
+    learn.fit(1, 0.0, wd=0, cbs=cb)
+    assert all(torch.equal(cb.floats[n], w) for n, w in floats.items())
+    assert all(torch.equal(w, model[f"{n}.weight"]) for n, w in weights(learn.model).items())
+    learn.model.load_state_dict(trained)
+    learn.fit(1, 0.0, wd=0, cbs=cb)
+    assert all(torch.equal(w, trained[f"{n}.weight"]) for n, w in cb.floats.items()), "a model that was loaded starts from what it has"
+
+
+def test_another_callback_starts_from_the_rounded_weights(tmp_path, trained):
+    learn = learner(tmp_path, state=trained)
+    learn.fit(1, 1e-3, cbs=QuantizeCallback(3))
+    model = snapshot(learn.model)
+    learn.fit(1, 0.0, wd=0, cbs=[cb := QuantizeCallback(8)])
+    assert all(torch.equal(w, model[f"{n}.weight"]) for n, w in cb.floats.items())
+
+
+def test_lr_find_trains_float_weights(tmp_path, trained):
+    learn, cb = learner(tmp_path, state=trained), QuantizeCallback(3)
+    learn.add_cb(cb)
+    before = structure(learn.model)
+    learn.lr_find(num_it=12, show_plot=False)
+    assert same(snapshot(learn.model), trained) and structure(learn.model) == before and cb.bits is None
+    learn.fit_one_cycle(1, 1e-3)
+    model, floats = snapshot(learn.model), dict(cb.floats)
+    learn.lr_find(num_it=12, show_plot=False)
+    learn.validate()
+    learn.get_preds()
+    assert same(snapshot(learn.model), model) and cb.floats == floats
+    learn.fit(1, 1e-3, cbs=Rounded())
+    check_ends_quantized(learn.model, cb)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_what_is_saved_is_rounded(tmp_path, trained, at_end):
+    learn = learner(tmp_path, state=trained)
+    learn.fit(2, 1e-2, cbs=[QuantizeCallback(3), SaveModelCallback(at_end=at_end), Saver()])
+    assert is_rounded(learn.model)
+    for name in ("model", "epoch0", "epoch1"):
+        saved = torch.load(tmp_path / "models" / f"{name}.pth", weights_only=False)
+        fresh = Net()
+        fresh.load_state_dict(saved.get("model", saved))
+        assert is_rounded(fresh), name
+
+
+def test_the_best_model_that_comes_back_is_rounded(tmp_path, trained):
+    learn = learner(tmp_path, state=trained)
+    learn.fit(3, 0.3, cbs=[cb := QuantizeCallback(3), SaveModelCallback(), Saver()])
+    best = torch.load(tmp_path / "models" / "model.pth")
+    assert same(snapshot(learn.model), best) and is_rounded(learn.model)
+    epochs = [torch.load(tmp_path / "models" / f"epoch{i}.pth", weights_only=False)["model"] for i in range(3)]
+    assert [same(best, e) for e in epochs].count(True) == 1 and not same(best, epochs[2])
+    learn.fit(1, 0.0, wd=0, cbs=cb)
+    assert all(torch.equal(w, best[f"{n}.weight"]) for n, w in cb.floats.items()), "the float weights of another epoch"
+
+
+class CancelIn(Callback):
+    """Raises in one event of the fourth batch."""
+
+    run_valid = False
+
+    def __init__(self, event, error, order):
+        self.order = order
+        setattr(self, event, lambda: self.strike(error))
+
+    def strike(self, error):
+        if self.train_iter == 3:
+            raise error
+
+
+@pytest.mark.parametrize("order", [5, 90])
+@pytest.mark.parametrize("error", [CancelStepException, CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException])
+@pytest.mark.parametrize("event", ["before_batch", "after_loss", "before_step", "after_step", "after_batch"])
+def test_whatever_is_cancelled_ends_rounded(tmp_path, trained, event, error, order):
+    if error is CancelStepException and "step" not in event or (event, error) == ("after_batch", CancelBatchException):
+        return
+    learn = learner(tmp_path, state=trained)
+    before, failed = structure(learn.model), False
+    saves = [SaveModelCallback(at_end=True)] * (error is not CancelEpochException)  # fastai's own fails without the metric of an epoch
+    try:
+        learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(3), CancelIn(event, error, order), Rounded(), *saves])
+    except CancelStepException:  # fastai does not expect it after the step
+        failed = event == "after_step"
+        assert failed
+    assert is_rounded(learn.model) or failed and order == 5
+    assert structure(learn.model) == before
+    if not failed:
+        check_ends_quantized(learn.model, cb)
+        if saves:
+            saved = Net()
+            saved.load_state_dict(torch.load(tmp_path / "models" / "model.pth"))
+            assert is_rounded(saved)
+
+
+def test_early_stopping(tmp_path, trained):
+    learn = learner(tmp_path, state=trained)
+    learn.fit(4, 1e-3, cbs=[cb := QuantizeCallback(3), EarlyStoppingCallback(min_delta=100.0, patience=1), probe := Rounded()])
+    assert 0 < probe.steps < 20
+    check_ends_quantized(learn.model, cb)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_between_steps_leaves_rounded_weights(tmp_path, trained, error):
+    learn, cb = learner(tmp_path, state=trained), QuantizeCallback(3)
+    before, callbacks = structure(learn.model), list(learn.cbs)
+    with pytest.raises(error):
+        learn.fit(4, 1e-3, cbs=[cb, Rounded(), Stop(7, error("stop"))])
+    assert structure(learn.model) == before and list(learn.cbs) == callbacks
+    check_ends_quantized(learn.model, cb)
+    floats = {n: w.clone() for n, w in cb.floats.items()}
+    learn.fit(1, 0.0, wd=0, cbs=cb)
+    assert all(torch.equal(cb.floats[n], w) for n, w in floats.items()), "training that was done is lost"
+
+
+def test_an_error_in_the_step_leaves_float_weights(tmp_path, trained):
+    learn, cb = learner(tmp_path, state=trained, opt_func=optimizers["sgd"]), QuantizeCallback(3)
+    learn.create_opt()
+    before, step, done = structure(learn.model), learn.opt.step, []
+
+    def interrupted(**kwargs):
+        step(**kwargs)
+        done.append(1)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+
+    learn.opt.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, 1e-3, cbs=cb)
+    assert structure(learn.model) == before and not is_rounded(learn.model)
+    left = snapshot(learn.model)
+    learn.fit(1, 0.0, wd=0, cbs=cb)
+    assert all(torch.equal(cb.floats[n], left[f"{n}.weight"]) for n in SIZES)
+    check_ends_quantized(learn.model, cb)
+
+
+def test_a_quantize_callback_can_be_pickled(tmp_path, trained):
+    learn = learner(tmp_path, state=trained)
+    cb = pickle.loads(pickle.dumps(QuantizeCallback({"body.3": 3}, symmetric=False)))
+    learn.fit(1, 1e-3, cbs=cb)
+    check_ends_quantized(learn.model, cb, symmetric=False)
+    cb.learn = None
+    saved = pickle.dumps(cb)
+    assert len(saved) < 10_000, "weights stay behind"
+    again = pickle.loads(saved)
+    assert again.bits == {"body.3": 3} and again.floats == {}
+    learn.fit(1, 1e-3, cbs=again)
+    check_ends_quantized(learn.model, again, symmetric=False)
+
+
+def test_export_with_quantize_callback_attached(tmp_path, trained):
+    learn = exportable(tmp_path, state=trained, cbs=QuantizeCallback(3))
+    learn.fit(1, 1e-3)
+    learn.export("model.pkl")
+    loaded = load_learner(tmp_path / "model.pkl")
+    assert same(snapshot(loaded.model), snapshot(learn.model)) and is_rounded(loaded.model) and structure(loaded.model) == structure(Net())
+    assert loaded.quantize.floats == {}
+
+
+def test_an_analysis_after_the_fit_needs_nothing_of_ours(tmp_path, trained):
+    """Rounding once more to the same grid changes nothing, so 3 bits cost nothing now."""
+    learn = learner(tmp_path, state=trained)
+    learn.fit(1, 1e-3, cbs=QuantizeCallback(3))
+    res = SensitivityAnalyzer.from_learner(learn).sweep("quantization", [8, 3, 2], verbose=False)
+    assert all(abs(r.delta) < 1e-6 for r in res[1].layers) and any(r.delta > 0.01 for r in res[2].layers)
+
+
+class EveryKind(nn.Module):
+    """Tied layers, attention, Hugging Face's Conv1D and a transposed convolution."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.up, self.a, self.b = nn.ConvTranspose1d(8, 12, 2, stride=2, groups=2), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.attn, self.hf, self.head = nn.MultiheadAttention(16, 2, batch_first=True), Conv1D(24, 16), nn.Linear(24, 10)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        h = self.b(self.a(self.up(x[:, 0])).relu()).relu()
+        return self.head(self.hf(h + self.attn(h, h, h, need_weights=False)[0]).relu().mean(1))
+
+
+def test_every_kind_of_layer_on_its_own_axis(tmp_path):
+    learn, plan = learner(tmp_path, model=EveryKind), {"up": 3, "b": 4, "attn.in_proj_weight": 3, "attn.out_proj": 2, "hf": 3, "head": 4}
+    before, tied = structure(learn.model), learn.model.a.weight
+    learn.fit(2, 1e-2, cbs=[cb := QuantizeCallback(plan), probe := Rounded({"a" if n == "b" else n: b for n, b in plan.items()})])
+    assert probe.steps == 10 and structure(learn.model) == before
+    assert learn.model.a.weight is learn.model.b.weight is tied and set(cb.bits) == set(plan) - {"b"} | {"a"}
+    check_ends_quantized(learn.model, cb)
+
+
+def test_groups_that_do_not_fit_are_skipped_or_an_error(tmp_path, trained):
+    learn = learner(tmp_path, state=trained)
+    learn.fit(1, 1e-3, cbs=[cb := QuantizeCallback(3, group_size=16)])
+    assert set(cb.bits) == {"body.3", "head.2"} and "9 weights" in dict(cb.skipped)["body.0"]
+    assert "BatchNorm2d" in dict(cb.skipped)["body.1"]
+    check_ends_quantized(learn.model, cb, group_size=16)
+
+
+def test_sparse_and_quantized_at_once(tmp_path, trained):
+    """Zero is on the grid: what is dropped stays zero, the rest is rounded."""
+    learn = learner(tmp_path, state=trained)
+    learn.fit(2, 1e-3, cbs=[cb := QuantizeCallback(8), SparsifyCallback(80)])
+    assert all(found >= wanted(80)[n] for n, found in zeros(learn.model).items())
+    assert {n: int((w == 0).sum()) for n, w in cb.floats.items()} == wanted(80)
+    check_ends_quantized(learn.model, cb)
+
+
+bad_plans = [
+    (dict(plan=50), ValueError, "bits, a whole number from 2 to 16; got 50"),
+    (dict(plan=True), ValueError, "in bits"),
+    (dict(plan=1), ValueError, "in bits"),
+    (dict(plan=17), ValueError, "in bits"),
+    (dict(plan={"body.3": 50}), ValueError, "'body.3' is in bits"),
+    (dict(plan=LayerTargets({"body.3": 50})), ValueError, "percent"),
+    (dict(plan={}), ValueError, "empty"),
+    (dict(plan=["body.3"]), TypeError, "layer name -> bits"),
+    (dict(plan={"body.33": 4}), KeyError, "did you mean 'body.3'"),
+    (dict(plan={"body.1": 4}), KeyError, "BatchNorm2d"),
+    (dict(plan=4, group_size=0), ValueError, "positive whole number"),
+    (dict(plan=4, group_size=2, per_channel=False), ValueError, "per_channel"),
+    (dict(plan={"body.0": 4, "head.2": 4}, group_size=4), ValueError, "'body.0' cannot be quantized like this"),
+    (dict(plan=4, group_size=7), ValueError, "no layer can be quantized like this"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "error", "message"), bad_plans, ids=[str(b[0]) for b in bad_plans])
+def test_bad_plans_are_said_and_change_nothing(tmp_path, trained, kwargs, error, message):
+    learn = learner(tmp_path, state=trained)
+    callbacks, before = list(learn.cbs), structure(learn.model)
+    with pytest.raises(error, match=message):
+        learn.fit(1, 1e-3, cbs=QuantizeCallback(**kwargs))
+    assert list(learn.cbs) == callbacks and structure(learn.model) == before and same(snapshot(learn.model), trained)
+
+
+def test_tied_layers_with_different_bits(tmp_path):
+    with pytest.raises(ValueError, match="targets differ"):
+        learner(tmp_path, model=EveryKind).fit(1, 1e-3, cbs=QuantizeCallback({"a": 3, "b": 4}))
+
+
+def test_not_beside_pruning(tmp_path, trained):
+    learn = learner(tmp_path, state=trained)
+    with pytest.raises(ValueError, match="prune in one fit"):
+        learn.fit(1, 1e-3, cbs=[QuantizeCallback(3), PruneCallback(50)])
+    assert same(snapshot(learn.model), trained)
+
+
+def test_torchao_runs_what_was_trained(tmp_path, trained):
+    """On the asymmetric grid both round alike, so that integers give the predictions of the fine-tuned model."""
+    from torchao.quantization import quantize_
+
+    learn = learner(tmp_path, state=trained)
+    learn.fit(1, 1e-3, cbs=[cb := QuantizeCallback({"head.2": 3}, symmetric=False)])
+    x, _ = valid()
+    expected, net = predictions(learn.model, x), deepcopy(learn.model).eval()
+    quantize_(net, to_torchao_config(cb.bits, net, symmetric=False), filter_fn=None)
+    assert type(net.head[2].weight).__name__ == "IntxUnpackedToInt8Tensor"
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_recovers_what_two_bits_lose(tmp_path, trained):
+    """The same epochs without the callback, and rounded afterwards, do not."""
+
+    def tuned(cbs, epochs=4):
+        learn = learner(tmp_path, dls=partial(loaders, n=1200), state=trained)
+        if epochs:
+            learn.fit_one_cycle(epochs, 5e-3, cbs=cbs)
+        if not cbs:
+            for w in weights(learn.model).values():
+                w.data = fake_quantize_weight(w, 2)
+        assert is_rounded(learn.model, 2)
+        return learn.validate()[1]
+
+    one_shot, without, with_it = tuned(None, 0), tuned(None), tuned(QuantizeCallback(2))
+    assert with_it > 0.9 and max(one_shot, without) < with_it - 0.1
 
 
 # ---------------------------------------------------------------- from_learner

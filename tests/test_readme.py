@@ -13,7 +13,7 @@ def test_quick_start_runs(capsys):
     """The blocks run one after the other, as a reader would run them, and do what the text says."""
     matplotlib.use("Agg")
     names = {}
-    first, plain, pruning = (compile(block, "README.md", "exec") for block in re.findall(r"```python\n(.*?)```", text, re.S))
+    first, plain, pruning, bits = (compile(block, "README.md", "exec") for block in re.findall(r"```python\n(.*?)```", text, re.S))
     exec(first, names)
     exec(plain, names)
     assert "most sensitive (fragile)" in capsys.readouterr().out
@@ -26,6 +26,10 @@ def test_quick_start_runs(capsys):
     exec(pruning, names)
     assert sum(p.numel() for p in names["learn"].model.parameters()) < .7 * params
     assert names["ratios"]["conv1"] == names["ratios"]["layer1.0.conv2"]
+    exec(bits, names)
+    model, plan = names["model"], names["plan"]
+    assert plan.mean(model) <= 4 and names["applied"].size_bytes == plan.size_bytes
+    assert all(m.weight[0].unique().numel() <= 2 ** plan[n] for n, m in model.named_modules() if n in plan), "the fit ends with rounded weights"
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

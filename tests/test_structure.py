@@ -93,12 +93,13 @@ def test_version_lives_in_one_place():
     ini = ConfigParser()
     ini.read(root / "settings.ini")
     assert {"torch>=2.4", "torchvision", "fastai>=2.8", "torch-pruning>=1.6"} <= set(ini["DEFAULT"]["requirements"].split())
+    assert "torchao" in ini["DEFAULT"]["torchao_requirements"] and ini["DEFAULT"]["torchao_requirements"] in ini["DEFAULT"]["dev_requirements"]
     assert "version" not in ini["DEFAULT"]
 
 
 def test_import_is_light():
     """Importing the package does not import the heavy libraries; both ways to import work."""
-    heavy = run("import sys, fasterai_sens; print([m for m in ('fastai', 'pandas', 'matplotlib', 'scipy', 'torch_pruning', 'fastprogress') if m in sys.modules])")
+    heavy = run("import sys, fasterai_sens; print([m for m in ('fastai', 'pandas', 'matplotlib', 'scipy', 'torch_pruning', 'fastprogress', 'torchao') if m in sys.modules])")
     assert heavy.strip() == "[]"
     names = run("from fasterai_sens import analyze_sensitivity, SensitivityAnalyzer, SparsifyCallback, LayerTargets, large_final; print('ok')")
     star = run("from fasterai_sens.all import *; import random as r; assert random is r if 'random' in globals() else True\n"

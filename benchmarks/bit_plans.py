@@ -1,0 +1,132 @@
+"""Bit plans from measured curves against the same number of bits everywhere, at equal bytes.
+
+    .venv/bin/python benchmarks/bit_plans.py [--seeds 3] [--models resnet18 mobilenet_v2 transformer] [--metric kl|loss]
+
+ResNet-18 and MobileNetV2 are trained on scikit-learn's digits, a small causal transformer on bytes of Python's standard library. A sweep over 8, 6, 5, 4, 3
+and 2 bits measures how far the predictions move from the model's own (`kl_from`) when each layer is rounded, on 150 samples of one part of the data; `to_bit_plan`
+gets the bytes that a uniform quantization takes; both are measured on another part. The score is accuracy for the images, bits for a byte for the text.
+Means over seeds; `worse` counts seeds on which the plan lost to uniform. `--metric loss` makes the curves from the loss instead, to see the difference.
+"""
+import argparse
+import sysconfig
+import warnings
+from pathlib import Path
+from time import perf_counter
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models import mobilenet_v2, resnet18
+
+from fasterai_sens import SensitivityAnalyzer
+from fasterai_sens.demo import digits_learner
+from fasterai_sens.evaluate import kl_from
+from fasterai_sens.quantize import quantize_model
+
+levels, uniform = (8, 6, 5, 4, 3, 2), (8, 6, 4, 3)
+
+
+# ---- images
+
+
+def image_model(arch, epochs, seed):
+    """A network trained on the digits, inputs to measure layers on, losses there and on held-out images, the score on held-out images."""
+    learn = digits_learner(epochs, seed, arch)
+    parts = [t[:150] for t in learn.dls[1].dataset.tensors], learn.dls[2].dataset.tensors
+    losses = [lambda m, x=x, y=y: F.cross_entropy(m(x), y, reduction="none") for x, y in parts]
+    x, y = parts[1]
+    return learn.model.eval(), parts[0][0], losses, lambda m: (m(x).argmax(1) == y).float().mean().item()
+
+
+# ---- text
+
+
+class Decoder(nn.Module):
+    """A causal transformer over bytes, its head tied to the embedding: `[batch, length]` -> `[batch, length, 256]`"""
+
+    def __init__(self, width=64, layers=3, length=64):
+        super().__init__()
+        self.emb, self.pos = nn.Embedding(256, width), nn.Parameter(torch.randn(length, width)*.02)
+        self.blocks = nn.ModuleList(nn.ModuleDict(dict(n1=nn.LayerNorm(width), n2=nn.LayerNorm(width), q=nn.Linear(width, width), k=nn.Linear(width, width), v=nn.Linear(width, width),
+                                                       out=nn.Linear(width, width), up=nn.Linear(width, 4*width), down=nn.Linear(4*width, width))) for _ in range(layers))  # fmt: skip
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        nn.init.normal_(self.emb.weight, std=.05)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x):
+        """Logits of the next byte"""
+        h = self.emb(x) + self.pos[: x.shape[1]]
+        for b in self.blocks:
+            q, k, v = (b[n](b["n1"](h)).unflatten(-1, (4, -1)).transpose(1, 2) for n in "qkv")
+            h = h + b["out"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            h = h + b["down"](F.gelu(b["up"](b["n2"](h))))
+        return self.head(self.norm(h))
+
+
+def text_model(steps, seed):
+    """The same for a transformer; its score is bits for a byte."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    data = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
+    data = data[: len(data)//65*65].view(-1, 65)[torch.randperm(len(data)//65, generator=torch.Generator().manual_seed(0))]
+    train, parts = data[600:], (data[:150], data[300:600])
+    torch.manual_seed(seed)
+    model = Decoder()
+    loss = lambda m, x: F.cross_entropy(m(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction="none").mean(1)
+    opt = torch.optim.AdamW(model.parameters(), 3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 6e-3, steps)
+    for _ in range(steps):
+        opt.zero_grad()
+        loss(model, train[torch.randint(len(train), (32,))]).mean().backward()
+        opt.step()
+        schedule.step()
+    losses = [lambda m, x=x: loss(m, x) for x in parts]
+    return model.eval(), parts[0][:, :-1], losses, lambda m: losses[1](m).mean().item()/0.6931471805599453
+
+
+models = {
+    "resnet18": (lambda seed: image_model(resnet18, 5, seed), "accuracy"),
+    "mobilenet_v2": (lambda seed: image_model(mobilenet_v2, 12, seed), "accuracy"),
+    "transformer": (lambda seed: text_model(800, seed), "bits/byte"),
+}
+
+
+@torch.no_grad()
+def compare(name, seed, metric):
+    """Rows of the table for one model and seed: uniform and plan at the bytes of each uniform."""
+    with torch.enable_grad(): model, inputs, (loss, held_out), score = models[name][0](seed)
+    start = perf_counter()
+    sweep = SensitivityAnalyzer(model, inputs[:1], kl_from(model, inputs) if metric == "kl" else loss, higher_is_better=False, metric_name=metric).sweep("quantization", levels, verbose=False)
+    print(f"{name}, seed {seed}: {models[name][1]} {score(model):.3f}, loss {held_out(model).mean().item():.4f}, sweep {perf_counter() - start:.0f} s", flush=True)
+    for bits in uniform:
+        with quantize_model(model, bits) as applied: row = {"bytes": applied.size_bytes, "uniform": score(model), "uniform loss": held_out(model).mean().item()}
+        plan = sweep.to_bit_plan(model, target_bytes=row["bytes"])
+        with quantize_model(model, plan): row |= {"plan": score(model), "plan loss": held_out(model).mean().item()}
+        yield {"model": name, "bits": bits, "seed": seed, **row}
+
+
+def table(rows):
+    """Means over seeds, and on how many of them the plan was worse."""
+    rows = pd.DataFrame(rows)
+    sign = rows.model.map(lambda n: 1 if models[n][1] == "accuracy" else -1)
+    rows["worse"] = (sign*(rows.plan - rows.uniform) < 0).astype(int)
+    rows["worse loss"] = (rows["plan loss"] > rows["uniform loss"]).astype(int)
+    means = rows.groupby(["model", "bits"], sort=False).agg({**dict.fromkeys(["bytes", "uniform", "plan", "uniform loss", "plan loss"], "mean"), "worse": "sum", "worse loss": "sum"})
+    means["bytes"] = means["bytes"].astype(int)
+    return means
+
+
+def main():
+    """Train, sweep, plan, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each model")
+    parser.add_argument("--models", nargs="+", default=list(models), choices=list(models))
+    parser.add_argument("--metric", default="kl", choices=["kl", "loss"], help="what the curves are made of")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = [r for name in args.models for seed in range(args.seeds) for r in compare(name, seed, args.metric)]
+    print(f"\n{args.seeds} seeds, means\n\n{table(rows).to_string(float_format=lambda v: f'{v:.4f}')}")
+
+
+if __name__ == "__main__":
+    main()
