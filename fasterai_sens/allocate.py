@@ -270,13 +270,14 @@ def bit_options(
     sweep:SweepResult, # over bits
     low:int, high:int, # fewest and most bits for any layer
     locked:dict,       # layer name -> bits, which must have been measured
+    by=None,           # "metric" or "objective"; None: the objective if it was recorded
 )->dict:               # layer name -> {bits: damage}, most bits first
     "What can be chosen for each layer. Raises ValueError if that is nothing, naming the layer"
-    out = {}
+    out, by = {}, plan_basis([row for r in sweep for row in r.layers], by)
     for name in sweep.names:
         if not (rows := sweep.rows(name)): continue
         known, worst = {}, 0.
-        for bits in sorted(rows, reverse=True): known[bits] = worst = max(worst, damage(rows[bits]))
+        for bits in sorted(rows, reverse=True): known[bits] = worst = max(worst, damage(rows[bits], by))
         if name in locked: allowed, why = {locked[name]}, f"it is locked at {locked[name]}"
         else: allowed, why = range(low, high + 1), f"min_bits is {low} and max_bits {high}"
         options = {b: d for b, d in known.items() if b in allowed}
@@ -313,13 +314,15 @@ def to_bit_plan(self:SweepResult,
     min_bits=2,         # fewest for any layer
     max_bits=16,        # most for any layer
     locked=None,        # layer name -> bits, decided already; must have been measured
+    by=None,            # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
 )->BitPlan:             # with `size_bytes`, `predicted_metric` and the settings that were measured
     "Measured bits for each layer, with the least sum of damages within the budget. Raises ValueError if that is out of reach, KeyError for an unknown name"
     check_bit_target(target_bits, target_bytes, min_bits, max_bits)
     settings = check_bit_sweep(self)
     how = {k: settings[k] for k in ("per_channel", "group_size", "symmetric") if k in settings}
     units = _measured_units(self, model)
-    options = bit_options(self, min_bits, max_bits, _locked(units, model, locked or {}))
+    bounds = min_bits, max_bits, _locked(units, model, locked or {})
+    options, of_metric = bit_options(self, *bounds, by), bit_options(self, *bounds, "metric")
     if not options: raise ValueError("no layer of this sweep could be quantized")
     if target_bytes is None: name, budget, cost = "target_bits", target_bits*sum(units[n].weight.numel() for n in options), lambda n, b: units[n].weight.numel()*b
     else:
@@ -329,7 +332,7 @@ def to_bit_plan(self:SweepResult,
     if sum(map(min, costs)) > budget*(1 + 1e-9): raise ValueError(_bit_range(options, units, target_bits, target_bytes, model, how))
     picked = choose([list(bits.values()) for bits in options.values()], {name: costs}, {name: budget})
     bits = {n: list(of)[i] for (n, of), i in zip(options.items(), picked, strict=True)}
-    lost, sign = sum(options[n][b] for n, b in bits.items()), 1 if self[0].higher_is_better else -1
+    lost, sign = sum(of_metric[n].get(b, math.inf) for n, b in bits.items()), 1 if self[0].higher_is_better else -1
     return BitPlan(bits, size_bytes=plan_bytes(model, bits, **how), predicted_metric=self[0].baseline_metric - sign*lost, metric_name=self[0].metric_name,
                    settings=settings, weights={n: units[n].weight.numel() for n in bits})
 
