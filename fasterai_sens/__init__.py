@@ -24,7 +24,7 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
-from .evaluate import kl_from
+from .evaluate import Divergence, evaluation, kl_from
 from .inference import split_plan, to_torchao_config
 from .prune import Pruned, Pruner
 from .quantize import Quantized, quantize_model

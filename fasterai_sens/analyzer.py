@@ -6,16 +6,16 @@
 __all__ = ['SensitivityAnalyzer', 'find_method', 'analyze_sensitivity']
 
 # %% ../nbs/12_analyzer.ipynb #06e2f1c9
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
-from .evaluate import falls, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import default_objective, falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
-from .layers import find_units
+from .layers import all_units, by_name, find_units
 from .measure import measure, stop_rule
 from .prune import Pruned
 from .quantize import Quantized
@@ -29,10 +29,11 @@ class SensitivityAnalyzer:
     def __init__(self,
         model:nn.Module,     # trained model; comes back bit for bit from every call
         sample,              # example input: a tensor, a tuple, or a dict of keyword inputs
-        eval_fn:Callable,    # model -> number, 0-d tensor, or 1-D tensor of per-sample scores
+        eval_fn:Callable,    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
         *, criteria=large_final, # which weights matter: a `Criterion`, or a function from weight to scores
         higher_is_better:bool=True, # direction of the metric
         metric_name:str="accuracy", # for display
+        objective_name:str="objective", # for display: what the second of a pair is, lower is better
         device=None,         # move sample and calibration data there; must be where the model is
         calibration_data=None, # tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
     ):
@@ -42,7 +43,7 @@ class SensitivityAnalyzer:
         if device is not None: sample = to_device(sample, _same_device(device, self.units[0].weight.device))
         check_sample(model, sample)
         self.model, self.sample, self.eval_fn, self.calibration_data = model, sample, eval_fn, calibration_data
-        self.criteria, self.higher_is_better, self.metric_name = as_criterion(criteria), higher_is_better, metric_name
+        self.criteria, self.higher_is_better, self.metric_name, self.objective_name = as_criterion(criteria), higher_is_better, metric_name, objective_name
 
 # %% ../nbs/12_analyzer.ipynb #bb9863f6
 def _same_device(device, actual:torch.device)->torch.device:
@@ -69,14 +70,24 @@ def _run(self:SensitivityAnalyzer, compression, levels, *, layers, layer_types, 
     units, skipped = find_units(self.model, layers, layer_types)
     units = cls.find_units(self.model, units, self.sample)
     options |= dict(criteria=self.criteria, calibration_data=self.calibration_data, sample=self.sample)
+    wanted = None
     if isinstance(compression, Perturbation):
-        if any(level is not None for level in levels or ()): raise ValueError(f"{compression} has its level already; leave `level` out")
+        if isinstance(levels, Mapping) or any(level is not None for level in levels or ()): raise ValueError(f"{compression} has its level already; leave `level` out")
         perturbations = [compression]
     else:
         make = cls.configure(model=self.model, units=units, **options)
-        perturbations = [make(cls.default_level if level is None else level) for level in (levels or cls.default_levels(**options))]
+        several = lambda levels: [make(cls.default_level if level is None else level) for level in (levels or cls.default_levels(**options))]
+        if isinstance(levels, Mapping): perturbations, wanted = _each(self.model, units, {n: several(v) for n, v in levels.items()})
+        else: perturbations = several(levels)
+    getattr(self.eval_fn, "new_baseline", lambda: None)()
     return measure(self.model, units, perturbations, self.eval_fn, name=name, skipped=skipped, metric_name=self.metric_name,
-                   higher_is_better=self.higher_is_better, stop=stop, verbose=verbose)
+                   higher_is_better=self.higher_is_better, objective_name=self.objective_name, wanted=wanted, stop=stop, verbose=verbose)
+
+def _each(model:nn.Module, units:list, asked:dict)->tuple:
+    "All perturbations in `asked`, and the levels of each unit: those asked for any of its layers"
+    known, at = by_name(all_units(model)[0]), {}
+    for n, ps in asked.items(): at.setdefault(known[n].name, set()).update(p.level for p in ps)
+    return [p for ps in asked.values() for p in ps], {u.name: set().union(*(at.get(layer.name, ()) for layer in u.layers)) for u in units}
 
 # %% ../nbs/12_analyzer.ipynb #552dd360
 @patch
@@ -102,37 +113,48 @@ def analyze(self:SensitivityAnalyzer,
 @patch
 def sweep(self:SensitivityAnalyzer,
     compression="sparsity",   # "sparsity", "pruning", "quantization"
-    levels=None,              # list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits
+    levels=None,              # list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits; a dict from layer name to such a list measures those layers only
     *, early_stop_mode=None,  # "minimize", "maximize", "dropped" or "raised": leave out the harsher levels of a layer
     early_stop_value=None,    # below, above, fallen by or risen by more than this
     granularity="weight", layers=None, layer_types=None, quant_per_channel=True, quant_activations=False, # as in `analyze`
     quant_group_size=None, quant_ranges="minmax", quant_symmetric=True, verbose=True, # as in `analyze`
 )->SweepResult:
-    "`analyze` at several levels, mildest first, with one evaluation of the baseline"
-    if levels is not None and (isinstance(levels, str) or not isinstance(levels, Iterable)): raise ValueError(f"levels is a list of levels; got {levels!r}")
-    levels = None if levels is None else list(levels)
-    if levels == []: raise ValueError("levels is empty")
+    "`analyze` at several levels, mildest first, with one evaluation of the baseline. Raises as `analyze` does"
+    if isinstance(levels, Mapping):
+        if layers is not None: raise ValueError("levels names the layers already; leave layers out")
+        layers, levels = list(levels), {n: _level_list(v, f"levels of {n!r}") for n, v in levels.items()}
+        if not levels: raise ValueError("levels is empty")
+    else: levels = _level_list(levels, "levels")
     return self._run(compression, levels, layers=layers, layer_types=layer_types, verbose=verbose, stop=stop_rule(early_stop_mode, early_stop_value),
                      granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
                      quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric)
+
+# %% ../nbs/12_analyzer.ipynb #5df7c446
+def _level_list(levels, what:str)->list|None:
+    "The levels, None for the usual ones. Raises ValueError if they are no list or empty"
+    if levels is not None and (isinstance(levels, str) or not isinstance(levels, Iterable)): raise ValueError(f"{what} is a list of levels; got {levels!r}")
+    levels = None if levels is None else list(levels)
+    if levels == []: raise ValueError(f"{what} is empty")
+    return levels
 
 # %% ../nbs/12_analyzer.ipynb #46bbbb09
 def analyze_sensitivity(
     model:nn.Module,         # trained model; comes back bit for bit
     sample,                  # example input: a tensor, a tuple, or a dict of keyword inputs
-    eval_fn:Callable,        # model -> number, 0-d tensor, or 1-D tensor of per-sample scores
+    eval_fn:Callable,        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
     compression="sparsity",  # "sparsity", "pruning", "quantization", or a `Perturbation`
     level=None,              # percent, or bits for quantization; None: 50 % or 8 bits
     *, criteria=large_final, # which weights matter
     higher_is_better=True,   # direction of the metric
     metric_name="accuracy",  # for display
+    objective_name="objective", # for display
     granularity="weight",    # sparsity: block size, or an n:m pattern
     verbose=True,            # show a progress bar
     device=None, calibration_data=None, # see `SensitivityAnalyzer`
     **analyze_kwargs,        # further options of `SensitivityAnalyzer.analyze`
 )->SensitivityResult:
     "Sensitivity of every layer of `model` to one compression"
-    analyzer = SensitivityAnalyzer(model, sample, eval_fn, criteria=criteria, higher_is_better=higher_is_better, metric_name=metric_name,
+    analyzer = SensitivityAnalyzer(model, sample, eval_fn, criteria=criteria, higher_is_better=higher_is_better, metric_name=metric_name, objective_name=objective_name,
                                    device=device, calibration_data=calibration_data)
     return analyzer.analyze(compression, level, granularity=granularity, verbose=verbose, **analyze_kwargs)
 
@@ -141,15 +163,20 @@ def analyze_sensitivity(
 def from_learner(cls:SensitivityAnalyzer,
     learn,                 # a fastai Learner
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
-    *, dl=None,            # data to evaluate on; None: the validation set
+    *, objective="auto",   # what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is better), None; or "auto": "kl" for a classifier, else "loss"
+    dl=None,               # data to evaluate on; None: the validation set
     higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
     metric_name=None,      # for display; None: the metric's own
+    objective_name=None,   # for display; None: the objective's own
     criteria=large_final,  # which weights matter
     calibration_data=None, # None: the first batches of the training set, fetched when needed
 )->SensitivityAnalyzer:
-    "An analyzer for the model, data and metric of a `Learner`"
-    (name, _), eval_fn = learner_metric(learn, metric), learner_eval(learn, metric, dl)
+    "An analyzer for the model, data, metric and loss of a `Learner`. Raises ValueError or TypeError for an objective that is none of these"
+    name, _ = learner_metric(learn, metric)
+    objective = default_objective(learn) if objective == "auto" else objective
+    eval_fn = learner_eval(learn, metric, dl, objective)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
     if higher_is_better is None: higher_is_better = not falls(metric, name)
     return cls(learn.model, sample, eval_fn, criteria=learner_criterion(learn, criteria), higher_is_better=higher_is_better, metric_name=metric_name or name,
+               objective_name=objective_name or (objective if isinstance(objective, str) else getattr(objective, "__name__", "objective")),
                calibration_data=FirstBatches(learn.dls.train) if calibration_data is None else calibration_data)

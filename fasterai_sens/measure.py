@@ -26,7 +26,7 @@ def untouched(model:nn.Module, unit=None):
 
 def evaluate(
     model:nn.Module,   # the caller's model
-    eval_fn:Callable,  # model -> number or per-sample scores
+    eval_fn:Callable,  # model -> number or per-sample scores, or a pair with the objective
     perturbation:Callable=untouched, # (model, unit) -> context manager
     unit=None,         # what is compressed meanwhile
 )->Score:
@@ -66,17 +66,21 @@ def rows_of(
     "The rows of a result, one for each layer of `unit`; with `prunable=False` if there is no score"
     delta, stderr, ci = (math.nan, None, None) if score is None else compare(base, score, higher_is_better)
     metric, members = math.nan if score is None else score.value, list(unit.members) if unit.group_id else []
-    return [LayerSensitivity(u.name, u.layer_type, u.params, base.value, metric, delta, unit.group_id, list(members), score is not None, stderr, ci) for u in unit.layers]
+    objective = None if base.objective is None else math.nan if score is None else score.objective
+    rise = None if objective is None else objective - base.objective
+    return [LayerSensitivity(u.name, u.layer_type, u.params, base.value, metric, delta, unit.group_id, list(members), score is not None, stderr, ci, objective, rise) for u in unit.layers]
 
 # %% ../nbs/11_measure.ipynb #da798f23
 def measure(
     model:nn.Module,    # comes back bit for bit, whatever happens
     units:list,         # what is compressed, one at a time
     perturbations:list, # of `Perturbation`, the levels
-    eval_fn:Callable,   # model -> number or per-sample scores
+    eval_fn:Callable,   # model -> number or per-sample scores, or a pair with the objective
     *, name:str="",     # of the method, for the results
     skipped=(),         # (name, reason) of what was left out before
     metric_name="accuracy", higher_is_better=True, # of the metric
+    objective_name="objective", # if `eval_fn` returns one
+    wanted:dict|None=None, # name of a unit -> levels to measure it at; None: all units at all levels
     stop:Callable=lambda metric, base: False, # from `stop_rule`
     verbose=False,      # show a progress bar
 )->SweepResult:
@@ -87,8 +91,9 @@ def measure(
         undo.callback(restore)
         base = evaluate(model, eval_fn)
         restore()
-        if not math.isfinite(base.value): raise ValueError(f"the {metric_name} of the untouched model is {base.value}; nothing can be compared with that")
-        steps, stopped, found = _progress([(p, u) for p in levels for u in units], verbose), {}, {p.level: ([], list(skipped)) for p in levels}
+        _check_baseline(base, metric_name, objective_name)
+        steps = _progress([(p, u) for p in levels for u in units if wanted is None or p.level in wanted[u.name]], verbose)
+        stopped, found = {}, {p.level: ([], list(skipped)) for p in levels}
         for p, u in steps:
             rows, left_out = found[p.level]
             why = stopped.get(u.name) or p.refusal(u)
@@ -102,9 +107,16 @@ def measure(
             if verbose: steps.comment = f"{u.name} " + ("not measured" if why else f"{new[0].delta:+.4f}")
     order = {u.name: i for i, u in enumerate(all_units(model)[0])}
     for rows, _ in found.values(): rows.sort(key=lambda r: order[r.name])
-    return SweepResult([SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings) for p in levels])
+    about = dict(objective_name=None if base.objective is None else objective_name, baseline_objective=base.objective)
+    results = [SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings, **about) for p in levels]
+    return SweepResult(results, sorted({r.name for rows, _ in found.values() for r in rows}, key=order.get))
 
 # %% ../nbs/11_measure.ipynb #1c700850
+def _check_baseline(base:Score, metric_name:str, objective_name:str):
+    "Raises ValueError for a baseline that is not finite"
+    for name, value in ((metric_name, base.value), (objective_name, base.objective)):
+        if value is not None and not math.isfinite(value): raise ValueError(f"the {name} of the untouched model is {value}; nothing can be compared with that")
+
 def _progress(steps:list, verbose:bool):
     "The same steps, behind fastprogress's bar for console or notebook"
     if not verbose: return steps

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from fastcore.basics import patch
 
-from .results import SensitivityResult, SweepResult, damage, in_bits, label
+from .results import SensitivityResult, SweepResult, damage, in_bits, label, plan_basis
 from .schedules import Schedule
 
 # %% ../nbs/19_plot.ipynb #75877c60
@@ -58,28 +58,34 @@ def _shown(sweep:SweepResult)->dict:
     "Layer name -> label, one for each group of coupled layers"
     return {r.name: label(r) for result in sweep for r in result.ranked}
 
-def _table(sweep:SweepResult)->np.ndarray:
+def _table(sweep:SweepResult, by:str)->np.ndarray:
     "Damage by layer and level: NaN where it was not measured, infinite where the metric broke"
-    at = {(r.compression_level, row.name): damage(row) for r in sweep for row in r.layers if row.prunable}
+    at = {(r.compression_level, row.name): damage(row, by) for r in sweep for row in r.layers if row.prunable}
     return np.array([[at.get((level, n), math.nan) for level in sweep.levels] for n in _shown(sweep)], float)
 
-def _heat(sweep:SweepResult, ax):
+def _ylabel(sweep:SweepResult, by:str)->str:
+    "What is shown"
+    return f"damage to {sweep[0].metric_name}" if by == "metric" else f"rise of {sweep[0].objective_name}"
+
+def _heat(sweep:SweepResult, ax, by:str):
     "Heat map of the damage"
-    d = _table(sweep)
+    d = _table(sweep, by)
     top = d[np.isfinite(d)].max(initial=1e-9)
     image = ax.imshow(np.where(np.isinf(d), top, d), aspect="auto", cmap="RdYlGn_r", vmin=0, vmax=top, interpolation="none")
     ax.set_xticks(range(len(sweep.levels)), [f"{x:g}" for x in sweep.levels])
     names = list(_shown(sweep).values())
     ax.set_yticks(range(len(names)), names, fontsize=max(4, min(9, 300/max(len(names), 1))))
-    ax.figure.colorbar(image, ax=ax, label=f"damage to {sweep[0].metric_name}")
+    ax.figure.colorbar(image, ax=ax, label=_ylabel(sweep, by))
 
-def _lines(sweep:SweepResult, ax, named:int=6):
+def _lines(sweep:SweepResult, ax, by:str, named:int=6):
     "One curve a layer, the most fragile ones named"
-    d, names = _table(sweep), list(_shown(sweep).values())
+    d, names = _table(sweep, by), list(_shown(sweep).values())
     worst = np.argsort(-np.nan_to_num(d, nan=-math.inf, posinf=math.inf).max(1), kind="stable")
-    for rank, i in enumerate(worst): ax.plot(range(len(sweep.levels)), d[i], **(dict(marker="o", label=names[i], zorder=3) if rank < named else dict(color="0.75", linewidth=.8)))
+    for rank, i in enumerate(worst):
+        at = np.flatnonzero(~np.isnan(d[i]))
+        ax.plot(at, d[i][at], **(dict(marker="o", label=names[i], zorder=3) if rank < named else dict(color="0.75", linewidth=.8)))
     ax.set_xticks(range(len(sweep.levels)), [f"{x:g}" for x in sweep.levels])
-    ax.set(ylabel=f"damage to {sweep[0].metric_name}")
+    ax.set(ylabel=_ylabel(sweep, by))
     ax.grid(alpha=.3)
     ax.legend(fontsize=8)
 
@@ -87,16 +93,19 @@ def _lines(sweep:SweepResult, ax, named:int=6):
 @patch
 def plot(self:SweepResult,
     figsize=(12, 5), # width and height in inches
+    by="metric",     # "metric" or "objective"
 ):                   # array of two matplotlib Axes: heat map, curves
-    "Heat map and curves of the damage over the levels. Raises ValueError if nothing was measured"
+    "Heat map and curves of the damage over the levels. Raises ValueError if nothing was measured, or no objective was recorded"
+    by = plan_basis([row for r in self for row in r.layers if row.prunable], by)
     if not _shown(self): raise ValueError("no layer of this sweep could be compressed, so there is nothing to plot")
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 2, figsize=figsize, layout="constrained")
-    _heat(self, axes[0])
-    _lines(self, axes[1])
+    _heat(self, axes[0], by)
+    _lines(self, axes[1], by)
     unit = "bits" if in_bits(self[0].compression_type) else "percent"
     for ax in axes: ax.set_xlabel(unit)
-    fig.suptitle(f"{self[0].compression_type}, one layer at a time (baseline {self[0].metric_name} {self[0].baseline_metric:.4f})")
+    baseline = f"{self[0].metric_name} {self[0].baseline_metric:.4f}" if by == "metric" else f"{self[0].objective_name} {self[0].baseline_objective:.4f}"
+    fig.suptitle(f"{self[0].compression_type}, one layer at a time (baseline {baseline})")
     return axes
 
 # %% ../nbs/19_plot.ipynb #2dda5661

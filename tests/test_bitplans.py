@@ -506,7 +506,7 @@ def test_divergence_of_maps_and_keywords():
     torch.manual_seed(0)
     model, x = nn.Conv2d(3, 4, 1), torch.randn(2, 3, 5, 5)
     was = model(x).log_softmax(1).detach()
-    away = kl_from(model, {"input": x}, sample={"input": x}, dim=1)
+    away = kl_from(model, {"input": x}, sample={"input": x}, axis=1)
     with quantize_model(model, 2), torch.no_grad():
         assert torch.allclose(away(model), F.kl_div(model(x).log_softmax(1), was, log_target=True, reduction="none").sum(1).flatten(1).mean(1), atol=1e-6)
 

@@ -430,7 +430,7 @@ ERRORS = [
     ("eval_fn gives text", lambda w: w.with_eval("0.9"), TypeError, [*SCORES, "str", "0.9"]),
     ("eval_fn gives None", lambda w: w.with_eval(None), TypeError, [*SCORES, "NoneType"]),
     ("eval_fn gives list", lambda w: w.with_eval([0.9, 0.8]), TypeError, [*SCORES, "list"]),
-    ("eval_fn gives tuple", lambda w: w.with_eval((0.3, 0.9)), TypeError, [*SCORES, "tuple"]),
+    ("eval_fn gives tuple", lambda w: w.with_eval((0.3, 0.9, 0.1)), TypeError, [*SCORES, "(metric, objective)", "tuple of 3"]),
     ("eval_fn gives dict", lambda w: w.with_eval({"acc": 0.9}), TypeError, [*SCORES, "dict"]),
     ("eval_fn gives True", lambda w: w.with_eval(True), TypeError, [*SCORES, "bool"]),
     ("eval_fn gives complex", lambda w: w.with_eval(1 + 2j), TypeError, [*SCORES, "complex"]),
