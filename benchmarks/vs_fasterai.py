@@ -8,6 +8,7 @@ pruning at 50 %, and sweep three levels of sparsity; who goes first changes from
 set-up included, for each of them. Times are CPU times, so that other work on the machine matters little; the ratios are what to look at.
 """
 import argparse
+import gc
 import os
 import sys
 import warnings
@@ -64,6 +65,7 @@ def run(cls, model, x, job):
     """Seconds of one job in all, seconds of its evaluations."""
     metric = Timed(x)
     warnings.simplefilter("ignore")
+    gc.collect()   # no job pays for what the one before it left behind
     with redirect_stdout(StringIO()):
         start = process_time()
         job(cls(model, x[:1], metric, higher_is_better=False))
