@@ -700,7 +700,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fasterai_sens/search.py'),
                                       'fasterai_sens.search._NoUnit': ('search.html#_nounit', 'fasterai_sens/search.py'),
                                       'fasterai_sens.search._alone': ('search.html#_alone', 'fasterai_sens/search.py'),
-                                      'fasterai_sens.search._calls_left': ('search.html#_calls_left', 'fasterai_sens/search.py'),
+                                      'fasterai_sens.search._calls': ('search.html#_calls', 'fasterai_sens/search.py'),
                                       'fasterai_sens.search._progress': ('search.html#_progress', 'fasterai_sens/search.py'),
                                       'fasterai_sens.search._rank': ('search.html#_rank', 'fasterai_sens/search.py'),
                                       'fasterai_sens.search._search': ('search.html#_search', 'fasterai_sens/search.py'),

@@ -62,7 +62,10 @@ class Recalibrated(Perturbation):
         "Recalibrate inside the block, and leave no trace after it"
         return super().__call__(model, _no_unit if unit is None else unit)
 
-class _NoUnit: tensors = ()
+class _NoUnit:
+    "Stands in for a unit where the whole model is changed: no weight is written to"
+    tensors = ()
+
 _no_unit = _NoUnit()
 
 # %% ../nbs/15_search.ipynb #da2c007f
@@ -316,11 +319,12 @@ def _rank(masker:Masker, plans:dict, scores:dict, reported:dict, dense:Score, hi
                          search_metric=scores[name].value, sparsity=100*zeros/weights))
     return sorted(rows, key=lambda r: (r["delta"] if math.isfinite(r["delta"]) else math.inf, r["plan"] != "search"))
 
-def _calls_left(evaluations, n_units:int, n_plans:int)->int:
-    "How many evaluations are for the exchange. Raises ValueError if they do not suffice for one round"
+def _calls(evaluations, n_units:int, n_plans:int)->tuple:
+    "Evaluations in all, and those that are left for the exchange. Raises ValueError if they do not suffice for one round"
     fixed, one_round = 2 + n_plans + n_units, 2*n_units + 3
-    if check_count(evaluations, "evaluations") < fixed + one_round: raise ValueError(f"evaluations is at least {fixed + one_round} for {n_units} layers and {n_plans} plans to start from; got {evaluations}")
-    return evaluations - fixed
+    total = fixed + 8*one_round if evaluations is None else check_count(evaluations, "evaluations")
+    if total < fixed + one_round: raise ValueError(f"evaluations is at least {fixed + one_round} for {n_units} layers and {n_plans} plans to start from; got {evaluations}")
+    return total, total - fixed
 
 def _progress(total:int, verbose:bool)->Callable:
     "What to call after each evaluation: moves fastprogress's bar"
@@ -364,7 +368,7 @@ def search_targets(
     report_higher_is_better:bool|None=None, # direction of `report_fn`; None: that of `eval_fn`
     recalibrate=None,  # data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
     plans=(),          # name -> targets: more plans to start from and to compare with
-    evaluations:int=400, # most calls of `eval_fn`; a round takes two a layer and three
+    evaluations:int|None=None, # most calls of `eval_fn`; a round takes two a layer and three. None: eight rounds
     criteria=large_final, granularity:str="weight", # which weights go, and in which blocks
     calibration_data=None, # for criteria that use data
     layers=None, layer_types=None, locked=None, min_pct=0, max_pct=100, # as in `budget`
@@ -379,8 +383,8 @@ def search_targets(
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
         plans = starting_plans(model, b, dict(plans), options)
         around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device)], sample)
-        calls, masker = _calls_left(evaluations, len(b.units), len(plans)), Masker(b.units, granularity, bound)
-        meter = Meter(model, masker, eval_fn, around, higher_is_better, _progress(evaluations, verbose))
+        (total, calls), masker = _calls(evaluations, len(b.units), len(plans)), Masker(b.units, granularity, bound)
+        meter = Meter(model, masker, eval_fn, around, higher_is_better, _progress(total, verbose))
         dense, scores = _search(meter, b, plans, calls)
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
