@@ -25,7 +25,7 @@ from .layers import check_model, filters_first, target_units
 from .measure import evaluate, untouched
 from .results import LayerTargets, _read_json, _revive, _write_json, check_count, format_table
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
-from .state import Perturbation, leave_no_trace
+from .state import Perturbation, keep_values, leave_no_trace
 
 # %% ../nbs/15_search.ipynb #d719cb24
 def reestimate_norms(
@@ -33,21 +33,22 @@ def reestimate_norms(
     data,            # inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not used
     sample=None,     # one example input, where the model takes several
 ):
-    "Running means and variances anew, as plain averages over the batches of `data`. Raises ValueError if there are none to estimate"
-    norms = {m: (m.momentum, m.training) for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None}
+    "Running means and variances anew, as plain averages over the batches of `data`. Raises ValueError if there are none to estimate or no data; then nothing changes"
+    norms = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None}
     if not norms: raise ValueError(f"{type(model).__name__} has no batch norm with running statistics; leave recalibrate out")
-    modes = [(m, m.training) for m in model.modules()]
+    modes, restore, done = [(m, m.training) for m in model.modules()], keep_values([b for m in norms for b in m.buffers()]), False
     try:
         model.eval()
         for m in norms:
             m.reset_running_stats()
-            m.momentum = None     # None: the average of all batches
-            m.training = True
+            m.momentum, m.training = None, True     # None: the average of all batches
         with torch.no_grad():
             for inputs, _ in batches(data, sample, next(model.parameters()).device): call(model, inputs)
+        done = True
     finally:
+        if not done: restore()
         for m, training in modes: m.training = training
-        for m, (momentum, _) in norms.items(): m.momentum = momentum
+        for m, momentum in norms.items(): m.momentum = momentum
 
 # %% ../nbs/15_search.ipynb #25ac767e
 @dataclass(frozen=True, eq=False)
@@ -367,7 +368,7 @@ def search_targets(
     report_fn:Callable|None=None, # the same on other data, for the ranking; None: `eval_fn`, which flatters the searched plan
     report_higher_is_better:bool|None=None, # direction of `report_fn`; None: that of `eval_fn`
     recalibrate=None,  # data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
-    plans=(),          # name -> targets: more plans to start from and to compare with
+    plans=None,        # name -> targets: more plans to start from and to compare with
     evaluations:int|None=None, # most calls of `eval_fn`; a round takes two a layer and three. None: eight rounds
     criteria=large_final, granularity:str="weight", # which weights go, and in which blocks
     calibration_data=None, # for criteria that use data
@@ -381,7 +382,7 @@ def search_targets(
     with leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
-        plans = starting_plans(model, b, dict(plans), options)
+        plans = starting_plans(model, b, {} if plans is None else plans, options)
         around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device)], sample)
         (total, calls), masker = _calls(evaluations, len(b.units), len(plans)), Masker(b.units, granularity, bound)
         meter = Meter(model, masker, eval_fn, around, higher_is_better, _progress(total, verbose))

@@ -220,6 +220,7 @@ def test_a_metric_that_breaks_is_avoided():
     (dict(report_fn=3), TypeError, "report_fn is a function of the model; got int"),
     (dict(recalibrate=5), TypeError, "a tensor, a list of batches or a DataLoader"),
     (dict(recalibrate=[]), ValueError, "is empty"),
+    (dict(plans=[{"0": 70}]), TypeError, "plans maps names to targets; got list"),
     (dict(plans={"lamp": {}}), ValueError, "there is a plan called 'lamp' already"),
     (dict(plans={"mine": {"0": 70}}), ValueError, "for other layers"),
     (dict(plans={"mine": {"0": 10, "4": 10, "8": 10}}), ValueError, "comes to 10 %, the target is 70 %"),
@@ -240,6 +241,11 @@ def test_wrong_kinds():
     with pytest.raises(TypeError, match="eval_fn is a function of the model"): search(net, "accuracy")
     with pytest.raises(ValueError, match="no batch norm with running statistics"): reestimate_norms(nn.Linear(2, 2), torch.ones(2, 2))
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    before = fingerprint(net)
+    for bad, error in ((5, TypeError), ([x[:2], "images"], (TypeError, AttributeError))):
+        with pytest.raises(error): reestimate_norms(net, bad)
+        assert {name: mark[-1] for name, mark in before["buffers"].items()} == {name: mark[-1] for name, mark in fingerprint(net)["buffers"].items()}
+        assert changes({k: before[k] for k in ("modes", "hooks")}, fingerprint(net)) == [] and net[1].momentum == .1
     with pytest.raises(ValueError, match="leave recalibrate out"): reestimate_norms(plain, torch.ones(4, 4))
 
 
