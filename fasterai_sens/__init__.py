@@ -30,6 +30,7 @@ from .prune import Pruned, Pruner
 from .quantize import Quantized, quantize_model
 from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
 from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
+from .search import Recalibrated, SearchResult, reestimate_norms, search_targets
 from .sparsify import Sparse, Sparsifier
 from .state import Perturbation, changes, fingerprint, leave_no_trace, method
 from .topology import ChannelDependency, fix_mask_conflict, not_safe_to_prune

@@ -1,0 +1,284 @@
+"""Searched plans keep their promises: the budget, the bounds, the caller's model, and never worse than a plan they started from."""
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fastcore.test import test_close as close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fasterai_sens import Sparsifier, changes, fingerprint, lamp, large_final, leave_no_trace, search_targets, uniform, wanda
+from fasterai_sens.layers import find_units
+from fasterai_sens.search import Masker, Recalibrated, SearchResult, best_mix, drop_order, exchange, reestimate_norms
+from fasterai_sens.sparsify import sparsity_mask
+
+g = torch.Generator().manual_seed(0)
+x = torch.randn(64, 3, 6, 6, generator=g)
+
+
+def net_and_eval(seed=0):
+    """A small network with batch norm, and how far its outputs are from its own, image by image."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(.5), nn.Conv2d(8, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5))
+    reestimate_norms(net, x)
+    net.eval()
+    with torch.no_grad(): right = net(x).softmax(1)
+
+    def eval_fn(m):
+        with torch.no_grad(): return F.cross_entropy(m(x), right, reduction="none")
+
+    return net, eval_fn
+
+
+def search(net, eval_fn, pct=70, **kwargs):
+    """A short search for the least loss."""
+    return search_targets(net, x[:1], eval_fn, pct, **dict(dict(higher_is_better=False, metric_name="loss", evaluations=60, verbose=False), **kwargs))
+
+
+@pytest.mark.parametrize("pct", [30, 70, 90.5, 99])
+def test_budget_is_exact_and_no_plan_is_better(pct):
+    """The mean is the target to 1e-6; the returned plan measured best of all, and as `Sparsifier` makes it."""
+    net, eval_fn = net_and_eval()
+    r = search(net, eval_fn, pct)
+    assert abs(r.plan.mean(net) - pct) < 1e-6 and all(abs(p.mean(net) - pct) < 1e-6 for p in r.plans.values())
+    assert list(r.plans) == ["uniform", "global_magnitude", "erk", "lamp", "search"]
+    assert r.measured_metric <= min(row["search_metric"] for row in r.ranking) and r.ranking[0]["plan"] == r.plan_name
+    assert r.evaluations <= 60
+    for row in r.ranking:
+        with leave_no_trace(net):
+            Sparsifier(net).sparsify_model(r.plans[row["plan"]])
+            close(eval_fn(net).mean().item(), row["metric"], 1e-6)
+            zeros = sum(int((u.weight == 0).sum()) for u in find_units(net)[0])
+        close(row["sparsity"], 100*zeros/sum(u.weight.numel() for u in find_units(net)[0]), 1e-9)
+
+
+def test_search_gains_something():
+    """On this network the exchange finds a plan that is better than all it started from, and says what adding up would have predicted."""
+    net, eval_fn = net_and_eval()
+    r = search(net, eval_fn, 80, evaluations=120)
+    assert r.plan_name == "search" and r.measured_metric < r.ranking[1]["search_metric"] - 1e-3
+    alone = 0
+    with torch.no_grad(): base = eval_fn(net).mean().item()
+    for name, pct in r.plan.items():
+        with leave_no_trace(net):
+            Sparsifier(net).sparsify_layer(name, pct)
+            alone += eval_fn(net).mean().item() - base
+    close(r.predicted_metric, base + alone, 1e-5)
+    close(r.interaction_gap, r.measured_metric - base - alone, 1e-5)
+
+
+def test_bounds_locked_and_layers():
+    """Every plan keeps to what was asked; layers that were not named stay out."""
+    net, eval_fn = net_and_eval()
+    r = search(net, eval_fn, 60, min_pct=50, max_pct=80, locked={"8": 20})
+    for plan in r.plans.values(): assert plan["8"] == 20 and all(50 - 1e-9 <= plan[n] <= 80 + 1e-9 for n in ("0", "4"))
+    some = search(net, eval_fn, 60, layers=["0", "4"])
+    assert list(some.plan) == ["0", "4"] and abs(some.plan.mean(net) - 60) < 1e-6
+    assert list(search(net, eval_fn, 60, layer_types=nn.Conv2d).plan) == ["0", "4"]
+    everything = search(net, eval_fn, 60, locked={"0": 60, "4": 60, "8": 60})   # nothing may move
+    assert everything.plan == {"0": 60, "4": 60, "8": 60}
+
+
+def test_model_comes_back_bit_for_bit():
+    """Also with recalibration, and when the evaluation raises or is interrupted at any call."""
+    net, eval_fn = net_and_eval()
+    net.train()
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    before = fingerprint(net)
+    search(net, eval_fn, recalibrate=x)
+    assert changes(before, fingerprint(net)) == []
+    for error in (RuntimeError, KeyboardInterrupt):
+        for last in (1, 3, 15):
+            calls = []
+
+            def failing(m, calls=calls, last=last, error=error):
+                calls.append(m.train())
+                torch.rand(1)
+                if len(calls) == last: raise error("halfway")
+                return eval_fn(m.eval())
+
+            with pytest.raises(error, match="halfway"): search(net, failing, recalibrate=[x[:32], x[32:]])
+            assert len(calls) == last and changes(before, fingerprint(net)) == []
+
+    def careless(m):
+        nn.init.zeros_(m[0].weight)
+        return 1.
+
+    with pytest.raises(ValueError, match="must only evaluate"): search(net, careless)
+    assert changes(before, fingerprint(net)) == []
+
+
+def test_recalibration_is_what_it_says():
+    """Means over batches of batch statistics, by hand; undone; and inside the search the same as on the plan that comes out."""
+    net, eval_fn = net_and_eval()
+    before = fingerprint(net)
+    parts = [x[:20] + 1, x[20:]]
+    with Recalibrated(parts)(net):
+        h = [net[0](p).detach() for p in parts]
+        close(net[1].running_mean, sum(t.mean((0, 2, 3)) for t in h)/2, 1e-5)
+        close(net[1].running_var, sum(t.transpose(0, 1).flatten(1).var(1) for t in h)/2, 1e-5)
+        inner = [F.relu(F.batch_norm(t, None, None, net[1].weight, net[1].bias, training=True)) for t in h]
+        close(net[5].running_mean, sum(net[4](t).mean((0, 2, 3)) for t in inner).detach()/2, 1e-5)
+        assert not net[1].training and net[1].momentum == .1
+    assert changes(before, fingerprint(net)) == []
+    labels = torch.zeros(64, dtype=torch.long)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=32)
+    for data in (parts, loader):
+        r = search(net, eval_fn, 80, recalibrate=data)
+        with leave_no_trace(net):
+            Sparsifier(net).sparsify_model(r.plan)
+            reestimate_norms(net, data)
+            close(eval_fn(net).mean().item(), r.measured_metric, 1e-6)
+    assert r.settings["recalibrated"] and changes(before, fingerprint(net)) == []
+
+
+def test_same_call_same_result(tmp_path):
+    """Deterministic, whatever the random state; JSON gives back an equal result."""
+    net, eval_fn = net_and_eval()
+    one = search(net, eval_fn)
+    torch.rand(5)
+    two = search(net, eval_fn)
+    assert one == two
+    one.to_json(tmp_path/"r.json")
+    back = SearchResult.from_json(tmp_path/"r.json")
+    assert back == one and type(back.plan) is type(one.plan) and back.interaction_gap == one.interaction_gap
+
+
+def test_report_on_other_data_decides(capsys):
+    """The ranking is that of `report_fn`, in its own direction, and a baseline that is better there is returned."""
+    net, eval_fn = net_and_eval()
+    units = find_units(net)[0]
+    goal = [uniform(net, 70)[u.name] for u in units]
+
+    def like_uniform(m):
+        return -sum(abs(100*(u.weight == 0).float().mean().item() - p) for u, p in zip(units, goal, strict=True))
+
+    r = search(net, eval_fn, report_fn=like_uniform, report_higher_is_better=True)
+    assert r.plan_name == "uniform" and r.plan == uniform(net, 70) == r.plans["uniform"] and r.reported_on == "report_fn"
+    assert [row["metric"] for row in r.ranking] == sorted((row["metric"] for row in r.ranking), reverse=True)
+    assert r.measured_metric == r.ranking[0]["search_metric"]
+    r.summary()
+    assert "returned: uniform (it measured better" in capsys.readouterr().out
+    mine = search(net, eval_fn, report_fn=None, plans={"mine": lamp(net, 70)})
+    assert mine.reported_on == "eval_fn" and "mine" in mine.plans
+
+
+@pytest.mark.parametrize("granularity", ["weight", "filter", "kernel"])
+def test_masks_are_those_of_the_sparsifier(granularity):
+    """Ties, zeros, transposed and grouped convolutions: weight for weight."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.ConvTranspose2d(6, 4, 2, groups=2), nn.Linear(5, 7))
+    net[0].weight.data[1:3] = .5
+    net[2].weight.data[2] = 0
+    units = find_units(net)[0]
+    for pct in (0, 10, 49.9, 77, 100):
+        expected = [u.weight.detach()*sparsity_mask(u, pct, granularity) for u in units]
+        with leave_no_trace(net):
+            m = Masker(units, granularity, large_final)
+            m.set([55]*3)
+            m.set([pct]*3)
+            assert all(torch.equal(u.weight, e) for u, e in zip(units, expected, strict=True))
+    assert drop_order(units[2], "weight", large_final)[2].max() == 4      # zeros go first
+
+
+def test_tied_weights_and_a_plain_number():
+    """A weight that two layers share is one unit; an evaluation may return one number."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[2].weight = net[0].weight
+    data = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(): right = net(data)
+    r = search_targets(net, data[:1], lambda m: -F.mse_loss(m(data), right).item(), 50, evaluations=40, verbose=False, metric_name="fit")
+    assert abs(r.plan.mean(net) - 50) < 1e-6 and list(r.plan) == ["0", "3"] and r.ranking[0]["stderr"] is None
+    assert "fit" in repr(r)
+
+
+def test_a_metric_that_breaks_is_avoided():
+    """Plans with a metric that is no number rank last and are never returned."""
+    net, eval_fn = net_and_eval()
+    fine = lambda m: eval_fn(m).mean().item() if (m[8].weight == 0).float().mean() < .6 else float("nan")
+    r = search(net, fine, 70)
+    assert r.plan["8"] < 60.5 and np.isfinite(r.measured_metric) and r.ranking[-1]["plan"] == "uniform"
+    with pytest.raises(ValueError, match="no plan to start from has a metric"): search(net, lambda m: float("nan") if (m[8].weight == 0).any() else 1.)
+    with pytest.raises(ValueError, match="untouched model is nan"): search(net, lambda m: float("nan"))
+
+
+@pytest.mark.parametrize("kwargs, error, message", [
+    (dict(pct=95, max_pct=90), ValueError, "target_pct 95 is out of reach"),
+    (dict(pct=10, min_pct=20), ValueError, "out of reach"),
+    (dict(pct=True), ValueError, "target_pct is in percent"),
+    (dict(locked={"fc": 0}), KeyError, "unknown layer 'fc'"),
+    (dict(locked={"8": 0, "4": 0, "0": 0}), ValueError, "are locked"),
+    (dict(layers=["7"]), KeyError, "Flatten"),
+    (dict(granularity="2:4"), ValueError, "leaves no choice"),
+    (dict(granularity="layer"), ValueError, "leaves no choice"),
+    (dict(granularity="blocks"), ValueError, "blocks"),
+    (dict(criteria=wanda), ValueError, "wanda needs"),
+    (dict(evaluations=10), ValueError, "evaluations is at least 18 for 3 layers and 4 plans"),
+    (dict(evaluations=60.5), ValueError, "evaluations is a whole number"),
+    (dict(report_fn=3), TypeError, "report_fn is a function of the model; got int"),
+    (dict(recalibrate=5), TypeError, "a tensor, a list of batches or a DataLoader"),
+    (dict(recalibrate=[]), ValueError, "is empty"),
+    (dict(plans=[{"0": 70}]), TypeError, "plans maps names to targets; got list"),
+    (dict(plans={"lamp": {}}), ValueError, "there is a plan called 'lamp' already"),
+    (dict(plans={"mine": {"0": 70}}), ValueError, "for other layers"),
+    (dict(plans={"mine": {"0": 10, "4": 10, "8": 10}}), ValueError, "comes to 10 %, the target is 70 %"),
+    (dict(plans={"mine": {"0": 70, "4": 70, "8": 70}}, locked={"8": 20}), ValueError, "outside min_pct, max_pct or locked"),
+])
+def test_what_cannot_be_done_is_said(kwargs, error, message):
+    """Every bad call, before anything is measured."""
+    net, eval_fn = net_and_eval()
+    before, calls = fingerprint(net), []
+    with pytest.raises(error, match=message): search(net, lambda m: calls.append(1) or eval_fn(m), **kwargs)
+    assert changes(before, fingerprint(net)) == [] and not calls
+
+
+def test_wrong_kinds():
+    """No model, no function, no batch norm."""
+    net, eval_fn = net_and_eval()
+    with pytest.raises(TypeError, match="model is an nn.Module"): search("net", eval_fn)
+    with pytest.raises(TypeError, match="eval_fn is a function of the model"): search(net, "accuracy")
+    with pytest.raises(ValueError, match="no batch norm with running statistics"): reestimate_norms(nn.Linear(2, 2), torch.ones(2, 2))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    before = fingerprint(net)
+    for bad, error in ((5, TypeError), ([x[:2], "images"], (TypeError, AttributeError))):
+        with pytest.raises(error): reestimate_norms(net, bad)
+        assert {name: mark[-1] for name, mark in before["buffers"].items()} == {name: mark[-1] for name, mark in fingerprint(net)["buffers"].items()}
+        assert changes({k: before[k] for k in ("modes", "hooks")}, fingerprint(net)) == [] and net[1].momentum == .1
+    with pytest.raises(ValueError, match="leave recalibrate out"): reestimate_norms(plain, torch.ones(4, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 10**6), st.floats(.02, .98))
+def test_exchange_keeps_the_mean_and_the_bounds(n, seed, target):
+    """For random damages with interactions: same mean, within bounds, never worse, not more calls than allowed."""
+    rng = np.random.default_rng(seed)
+    weights, a, low, high = rng.integers(1, 100, n).astype(float), rng.random(n) + .1, rng.random(n)*target, target + (1 - target)*rng.random(n)
+    calls, mix = [], rng.normal(size=(n, n))
+
+    def damage(kept):
+        calls.append(kept)
+        return float(np.sum(a/(kept + .01)) + np.sum((mix@kept)**2))
+
+    start = np.full(n, target)
+    now = damage(start)
+    kept, after = exchange(damage, start, now, weights, low, high, 150)
+    assert len(calls) <= 151 and after <= now and damage(kept) == after
+    assert abs(kept@weights/weights.sum() - target) < 1e-9 and (kept >= low).all() and (kept <= high).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 10**6), st.floats(.2, .9))
+def test_best_mix_is_best_for_convex_curves(n, seed, target):
+    """No plan among many random ones of the same mean is better; the mean is exact also for wild curves."""
+    rng = np.random.default_rng(seed)
+    weights, a, grid = rng.integers(1, 50, n).astype(float), rng.random(n) + .05, np.linspace(.05, 1, 400)
+    cost = lambda kept: float(np.sum(a/kept))
+    kept = best_mix([(grid, c/grid) for c in a], weights, target)
+    assert abs(kept@weights/weights.sum() - target) < 1e-9
+    for _ in range(50):
+        other = np.clip(kept*np.exp(rng.normal(0, .3, n)), .05, 1)
+        if other@weights/weights.sum() <= target: assert cost(other) >= cost(kept)*(1 - 2e-3)
+    wild = best_mix([(grid, rng.normal(size=400)) for _ in range(n)], weights, target)
+    assert abs(wild@weights/weights.sum() - target) < 1e-9
