@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['check_pct', 'check_bits', 'check_count', 'unknown_name', 'format_table', 'LayerSensitivity', 'plan_basis', 'damage',
-           'SensitivityResult', 'in_bits', 'level_text', 'label', 'SweepResult', 'LayerTargets', 'BitPlan']
+           'SensitivityResult', 'in_bits', 'level_text', 'label', 'write_json', 'read_json', 'revive', 'SweepResult',
+           'LayerTargets', 'BitPlan']
 
 # %% ../nbs/01_results.ipynb #df794bab
 import json
@@ -245,12 +246,20 @@ def _plain(x):
     if isinstance(x, float) and not math.isfinite(x): return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
     return x
 
-def _write_json(path, kind:str, data:dict):
+def write_json(
+    path,      # file to write
+    kind:str,  # name of what it holds
+    data:dict, # plain data
+):
     "Write `data` with its kind to `path`"
     Path(path).write_text(json.dumps({"kind": kind, **_plain(data)}, indent=1, allow_nan=False), encoding="utf-8")
 
-def _read_json(path, kind:str, build):
-    "What `build` makes of the data that `_write_json` wrote. Raises ValueError if the file holds something else"
+def read_json(
+    path,     # file to read
+    kind:str, # what it has to hold
+    build,    # plain data -> result
+):
+    "What `build` makes of the data that `write_json` wrote. Raises ValueError if the file holds something else"
     try: data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as e: raise ValueError(f"{path} is not JSON, so not a {kind}: {e}") from e
     found = data.pop("kind", None) if isinstance(data, dict) else None
@@ -269,12 +278,14 @@ def _layer(d:dict)->LayerSensitivity:
 def _result(d:dict)->SensitivityResult:
     "A result from its plain dictionary"
     objective = d.get("baseline_objective")
-    return SensitivityResult(**{**d, "baseline_metric": float(d["baseline_metric"]), "baseline_objective": None if objective is None else float(objective), "layers": [_layer(r) for r in d["layers"]], "settings": _revive(d["settings"])})
+    return SensitivityResult(**{**d, "baseline_metric": float(d["baseline_metric"]), "baseline_objective": None if objective is None else float(objective), "layers": [_layer(r) for r in d["layers"]], "settings": revive(d["settings"])})
 
-def _revive(x):
+def revive(
+    x, # plain data from a file
+):
     "Plain data with the strings that `_plain` made turned back into numbers"
-    if isinstance(x, dict): return {k: _revive(v) for k, v in x.items()}
-    if isinstance(x, list): return [_revive(v) for v in x]
+    if isinstance(x, dict): return {k: revive(v) for k, v in x.items()}
+    if isinstance(x, list): return [revive(v) for v in x]
     return float(x) if isinstance(x, str) and x in ("NaN", "Infinity", "-Infinity") else x
 
 # %% ../nbs/01_results.ipynb #fa74362c
@@ -288,14 +299,14 @@ def to_json(self:SensitivityResult,
     path, # file to write
 ):
     "Write everything to a JSON file"
-    _write_json(path, "SensitivityResult", self.as_dict())
+    write_json(path, "SensitivityResult", self.as_dict())
 
 @patch(cls_method=True)
 def from_json(cls:SensitivityResult,
     path, # file that `to_json` wrote
 )->SensitivityResult:
     "Read a result back, equal to the one that was saved"
-    return _read_json(path, "SensitivityResult", _result)
+    return read_json(path, "SensitivityResult", _result)
 
 # %% ../nbs/01_results.ipynb #2bc6e3f8
 @patch
@@ -371,14 +382,14 @@ def to_json(self:SweepResult,
     path, # file to write
 ):
     "Write everything to a JSON file"
-    _write_json(path, "SweepResult", {"results": [r.as_dict() for r in self.results], "order": self.order})
+    write_json(path, "SweepResult", {"results": [r.as_dict() for r in self.results], "order": self.order})
 
 @patch(cls_method=True)
 def from_json(cls:SweepResult,
     path, # file that `to_json` wrote
 )->SweepResult:
     "Read a sweep back, equal to the one that was saved"
-    return _read_json(path, "SweepResult", lambda data: SweepResult([_result(d) for d in data["results"]], data.get("order", [])))
+    return read_json(path, "SweepResult", lambda data: SweepResult([_result(d) for d in data["results"]], data.get("order", [])))
 
 # %% ../nbs/01_results.ipynb #2d3a60b0
 def _rising(values:list)->list:
@@ -435,14 +446,14 @@ def to_json(self:LayerTargets,
     path, # file to write
 ):
     "Write targets, unit and whatever else they carry to a JSON file"
-    _write_json(path, "LayerTargets", {**vars(self), "targets": dict(self)})
+    write_json(path, "LayerTargets", {**vars(self), "targets": dict(self)})
 
 @patch(cls_method=True)
 def from_json(cls:LayerTargets,
     path, # file that `to_json` wrote
 )->LayerTargets:
     "Read targets back, a `BitPlan` as one. Raises ValueError if the file holds other targets than were asked for"
-    found = _read_json(path, "LayerTargets", _targets)
+    found = read_json(path, "LayerTargets", _targets)
     if not isinstance(found, cls): raise ValueError(f"{path} holds targets in {found.unit} with nothing beside them, not a {cls.__name__}")
     return found
 
@@ -464,4 +475,4 @@ class BitPlan(LayerTargets):
 def _targets(data:dict)->LayerTargets:
     "Targets from the plain dictionary that `to_json` writes"
     levels, unit = data.pop("targets"), data.pop("unit")
-    return BitPlan(levels, **_revive(data)) if data else LayerTargets(levels, unit)
+    return BitPlan(levels, **revive(data)) if data else LayerTargets(levels, unit)

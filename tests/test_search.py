@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fasterai_sens import Sparsifier, changes, fingerprint, lamp, large_final, leave_no_trace, search_targets, uniform, wanda
+from fasterai_sens.allocate import least_total
 from fasterai_sens.layers import find_units
-from fasterai_sens.search import Masker, Recalibrated, SearchResult, best_mix, drop_order, exchange, reestimate_norms
+from fasterai_sens.search import Masker, Recalibrated, SearchResult, drop_order, exchange, reestimate_norms
 from fasterai_sens.sparsify import sparsity_mask
 
 g = torch.Generator().manual_seed(0)
@@ -270,15 +271,15 @@ def test_exchange_keeps_the_mean_and_the_bounds(n, seed, target):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 10**6), st.floats(.2, .9))
-def test_best_mix_is_best_for_convex_curves(n, seed, target):
+def test_least_total_is_best_for_convex_curves(n, seed, target):
     """No plan among many random ones of the same mean is better; the mean is exact also for wild curves."""
     rng = np.random.default_rng(seed)
     weights, a, grid = rng.integers(1, 50, n).astype(float), rng.random(n) + .05, np.linspace(.05, 1, 400)
     cost = lambda kept: float(np.sum(a/kept))
-    kept = best_mix([(grid, c/grid) for c in a], weights, target)
+    kept = least_total([(grid, c/grid) for c in a], weights, target)
     assert abs(kept@weights/weights.sum() - target) < 1e-9
     for _ in range(50):
         other = np.clip(kept*np.exp(rng.normal(0, .3, n)), .05, 1)
         if other@weights/weights.sum() <= target: assert cost(other) >= cost(kept)*(1 - 2e-3)
-    wild = best_mix([(grid, rng.normal(size=400)) for _ in range(n)], weights, target)
+    wild = least_total([(grid, rng.normal(size=400)) for _ in range(n)], weights, target)
     assert abs(wild@weights/weights.sum() - target) < 1e-9
