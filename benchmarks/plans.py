@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from fasterai_sens import LayerTargets, SensitivityAnalyzer, Sparsifier, erk, global_magnitude, lamp, leave_no_trace, search_targets, uniform
-from fasterai_sens.allocate import choose, shift_to_mean
 from fasterai_sens.demo import digits, digits_learner
 from fasterai_sens.layers import find_units
 from fasterai_sens.results import damage
 from fasterai_sens.search import reestimate_norms
+from fasterai_sens.targets import choose, shift_to_mean
 
 levels = (10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 95, 97, 99)
 

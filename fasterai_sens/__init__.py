@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from . import allocate, plot
+from . import plot, targets
 from .analyzer import SensitivityAnalyzer, analyze_sensitivity
 from .baselines import erk, global_magnitude, lamp, uniform
 from .counters import count_flops_params, latency, n_bytes
@@ -26,6 +26,7 @@ from .criteria import (
 )
 from .evaluate import Divergence, evaluation, kl_from
 from .inference import split_plan, to_torchao_config
+from .plans import Compressor, CostTable, Plan, allocate, cost_table
 from .prune import Pruned, Pruner
 from .quantize import Quantized, quantize_model
 from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .allocate import least_total
+from .targets import least_total
 from .baselines import Budget, baselines, budget
 from .criteria import bind, check_granularity, large_final, parse_nm
 from .evaluate import Score, compare

@@ -1,0 +1,237 @@
+"""Plans within budgets: the choice against all choices, costs counted by hand, and models that are what was counted."""
+import itertools
+import math
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+from fasterai_sens import (
+    Compressor,
+    CostTable,
+    LayerTargets,
+    Plan,
+    SensitivityAnalyzer,
+    SweepResult,
+    allocate,
+    changes,
+    cost_table,
+    count_flops_params,
+    fingerprint,
+    n_bytes,
+    quantize_model,
+)
+from fasterai_sens.layers import all_units
+from fasterai_sens.plans import by_method, choices, planned
+from fasterai_sens.results import BitPlan, LayerSensitivity, SensitivityResult
+
+g = torch.Generator().manual_seed(0)
+x = torch.randn(4, 6, generator=g)
+levels = {"sparsity": [50, 80], "quantization": [8, 4], "pruning": [25, 50]}
+both = frozenset(("sparsity", "quantization"))
+
+
+def toy(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+
+
+def made_up(model, method, rng, names=None):
+    """A sweep with random damages."""
+    units = {u.name: u.params for u in all_units(model)[0]}
+    damages = {n: np.sort(rng.random(len(levels[method]))) for n in names or units}
+    rows = lambda i: [LayerSensitivity(n, "Linear", units[n], .9, .9 - d[i], float(d[i])) for n, d in damages.items()]
+    return SweepResult([SensitivityResult(method, level, .9, rows(i)) for i, level in enumerate(levels[method])])
+
+
+def best_of_all(model, sweeps, budgets, pairs=frozenset()):
+    """The least damage of all choices within the budgets, counted one by one."""
+    compressor, every = Compressor(model, x), choices(by_method(sweeps)[0], {}, pairs, "metric")
+    best = math.inf
+    for picked in itertools.product(*(range(len(c.levels)) for c in every)):
+        chosen = [(c, c.levels[i]) for c, i in zip(every, picked, strict=True)]
+        pruned = {n for c, at in chosen if "pruning" in at for n in c.members}
+        if any(n in pruned and frozenset(("pruning", m)) not in pairs for c, at in chosen for m in at if m != "pruning" for n in c.members):
+            continue
+        harm = sum(c.damage[i] for c, i in zip(every, picked, strict=True))
+        if harm < best:
+            costs = compressor.costs(planned(chosen), tuple(budgets))
+            if all(costs[n] <= b for n, b in budgets.items()):
+                best = harm
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("combine", [(), ("sparsity", "quantization")])
+def test_best_of_all_where_savings_add_up(seed, combine):
+    """Zeros and bits: exactly the least damage, with one budget and with two."""
+    model, rng = toy(), np.random.default_rng(seed)
+    sweeps = [made_up(model, m, rng) for m in ("sparsity", "quantization")]
+    for budget in ({"bytes": f"{rng.integers(35, 80)}%"}, {"bytes": f"{rng.integers(40, 80)}%", "params": f"{rng.integers(50, 90)}%"}):
+        plan = allocate(sweeps, budget, model=model, combine=combine)
+        assert plan.damage == pytest.approx(best_of_all(model, sweeps, plan.budgets, {both} if combine else set()), abs=1e-9)
+        assert all(plan.costs[n] <= b for n, b in plan.budgets.items())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_close_to_the_best_of_all_with_channels(seed):
+    """Savings of channels overlap; the plan keeps to the budget, and is at most a little worse than the best."""
+    model, rng = toy(), np.random.default_rng(seed)
+    sweeps = [made_up(model, "pruning", rng, ["0", "2"]), made_up(model, "sparsity", rng)]
+    plan = allocate(sweeps, {"params": f"{rng.integers(45, 80)}%", "flops": f"{rng.integers(45, 80)}%"}, model=model, sample=x)
+    best = best_of_all(model, sweeps, plan.budgets)
+    assert all(plan.costs[n] <= b for n, b in plan.budgets.items())
+    assert best - 1e-9 <= plan.damage <= 1.25*best + 1e-9
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    """ResNet-18 with sweeps over all three methods by a quantity that needs no data: how far the logits of random images move."""
+    torch.manual_seed(0)
+    model, images = resnet18(num_classes=10).eval(), torch.randn(8, 3, 32, 32, generator=g)
+    with torch.no_grad():
+        start = model(images)
+    moved = torch.inference_mode()(lambda m: (m(images) - start).square().mean(1).clone())
+    analyzer = SensitivityAnalyzer(model, images[:1], moved, higher_is_better=False, metric_name="moved")
+    return model, images, [analyzer.sweep("pruning", [25, 50, 75], verbose=False), analyzer.sweep("sparsity", [50, 80, 90], verbose=False), analyzer.sweep("quantization", [8, 4, 3], verbose=False)]
+
+
+def test_all_methods_on_resnet(resnet):
+    """Costs of a plan for a real network are those of the compressed network; it comes back bit for bit; applied for good it computes the same."""
+    model, images, sweeps = resnet
+    before = fingerprint(model)
+    plan = allocate(sweeps, {"bytes": "12%", "flops": "50%"}, model=model, sample=images[:1], combine=list(itertools.combinations(levels, 2)))
+    assert changes(before, fingerprint(model)) == []
+    assert plan.costs["bytes"] <= .12*n_bytes(model) and plan.costs["flops"] <= .5*count_flops_params(model, images[:1], verbose=False)[0]
+    assert any(plan.pruning.values()) and plan.quantization
+    with Compressor(model, images[:1], settings=plan.settings)(plan), torch.no_grad():
+        measured = model(images)
+    assert changes(before, fingerprint(model)) == []
+    small = deepcopy(model)
+    done = plan.apply(small, images[:1])
+    with torch.no_grad():
+        assert torch.equal(small(images), measured)
+    zeros = sum(int((u.weight == 0).sum()) for u in all_units(small)[0] if plan.sparsity.get(u.name))
+    assert done["quantization"].plan == plan.quantization
+    if any(plan.sparsity.values()):
+        assert zeros > 0
+
+
+def test_a_group_is_pruned_as_one(resnet):
+    """Coupled layers get one level; none of their members is pruned and sparse unless that is said."""
+    model, images, (pruning, sparsity, _) = resnet
+    plan = allocate([pruning, sparsity], {"params": "30%"}, model=model, sample=images[:1])
+    for row in (r for r in pruning[0].layers if r.prunable):
+        assert len({plan.pruning[n] for n in row.group_members or [row.name]}) == 1
+    assert not [n for n, pct in plan.pruning.items() if pct and plan.sparsity.get(n)]
+
+
+def test_budget_in_numbers_and_percent(resnet):
+    """A share of the untouched model is the same budget as the number."""
+    model, images, (_, sparsity, _) = resnet
+    total = sum(p.numel() for p in model.parameters())
+    assert allocate(sparsity, "40%", model=model).sparsity == allocate(sparsity, .4*total, model=model).sparsity
+
+
+def test_exact_where_nothing_is_lost():
+    """A budget of everything leaves everything alone."""
+    model = toy()
+    plan = allocate(made_up(model, "sparsity", np.random.default_rng(0)), "100%", model=model)
+    assert plan.sparsity == {"0": 0, "2": 0, "4": 0} and plan.damage == 0 and plan.predicted_metric == .9
+
+
+def test_bounds_and_locked():
+    """Levels outside the bounds are never chosen, locked layers are left out, a lower bound rules out nothing at all."""
+    model, rng = toy(), np.random.default_rng(0)
+    sparsity, bits = made_up(model, "sparsity", rng), made_up(model, "quantization", rng)
+    assert allocate(sparsity, "80%", model=model, locked="2", bounds={"0": (0, 60)}).sparsity["0"] <= 60
+    assert "2" not in allocate(sparsity, "80%", model=model, locked=["2"]).sparsity
+    assert allocate(sparsity, "100%", model=model, bounds={"0": (40, 100)}).sparsity["0"] == 50
+    assert min(allocate(sparsity, "100%", model=model, bounds=(60, 100)).sparsity.values()) == 80
+    assert allocate(bits, "100%", "bytes", model=model, bounds=(2, 16)).quantization == dict.fromkeys(("0", "2", "4"), 8)
+    with pytest.raises(ValueError, match="out of reach.*within bounds and locked"):
+        allocate(sparsity, "40%", model=model, locked=["2"])
+
+
+@pytest.mark.parametrize(("change", "error", "text"), [
+    (dict(budget="0%"), ValueError, "number above 0"), (dict(budget={}), ValueError, "empty"), (dict(cost="macs"), KeyError, "unknown cost"),
+    (dict(combine=[("sparsity",)]), ValueError, "pairs of methods"), (dict(combine=("sparsity", "pruning")), KeyError, "unknown method"),
+    (dict(locked="fc"), KeyError, "unknown measured layer"), (dict(bounds={"0": (1, 2, 3)}), ValueError, r"\(low, high\)"), (dict(bounds={"0": (0, 150)}), ValueError, "percent"),
+    (dict(bounds={"0": (10, 20)}), ValueError, "leave no level"), (dict(by="objective"), ValueError, "no objective"), (dict(by="loss"), ValueError, "by is"),
+    (dict(model=None), ValueError, "give the model"), (dict(cost="flops"), ValueError, "give a sample"), (dict(cost="latency"), ValueError, "give a sample"),
+    (dict(budget=1), ValueError, "params of 1 is out of reach"), (dict(sweeps=[]), ValueError, "no sweep"), (dict(sweeps=5), TypeError, "got int")])
+def test_refused_at_the_door(change, error, text):
+    """Clear errors, and the model as it was."""
+    model = toy()
+    before = fingerprint(model)
+    options = dict(sweeps=made_up(model, "sparsity", np.random.default_rng(0)), budget="50%", model=model) | change
+    with pytest.raises(error, match=text):
+        allocate(options.pop("sweeps"), options.pop("budget"), **options)
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_a_table_needs_no_model(tmp_path):
+    """The sweep and the table, read from files, give the same plan for any budget."""
+    model = toy()
+    sweeps = [made_up(model, m, np.random.default_rng(1)) for m in ("sparsity", "quantization")]
+    cost_table(sweeps, model, x, ("params", "flops", "bytes")).to_json(tmp_path/"costs.json")
+    for s in sweeps:
+        s.to_json(tmp_path/f"{s[0].compression_type}.json")
+    again = [SweepResult.from_json(tmp_path/f"{m}.json") for m in ("sparsity", "quantization")]
+    table = CostTable.from_json(tmp_path/"costs.json")
+    for pct in (90, 70, 50, 35):
+        old, new = allocate(sweeps, {"bytes": f"{pct}%"}, model=model), allocate(again, {"bytes": f"{pct}%"}, table=table)
+        assert old == new
+        new.to_json(tmp_path/"plan.json")
+        assert Plan.from_json(tmp_path/"plan.json") == new
+    with pytest.raises(ValueError, match="no latency"):
+        allocate(again, {"latency": 1}, table=table)
+    with pytest.raises(ValueError, match="make it from the same sweeps"):
+        allocate(again, {"bytes": "50%"}, table=CostTable(table.whole, {}))
+
+
+def test_broken_levels_are_no_options():
+    """A curve ends where the metric was not a number; a layer that breaks at once is left alone."""
+    model = toy()
+    sparsity = made_up(model, "sparsity", np.random.default_rng(0))
+    for r in sparsity:
+        r.layers[1].delta = r.layers[1].compressed_metric = math.nan
+    plan = allocate(sparsity, "75%", model=model)
+    assert plan.sparsity.get("2", 0) == 0 and any(plan.sparsity.values())
+
+
+@pytest.mark.parametrize("granularity", ["weight", "filter", "2:4"])
+def test_dropped_weights_are_counted_as_they_are(granularity):
+    """Blocks and patterns: what is counted is what is zero."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8*16, 4))
+    image = torch.randn(1, 4, 6, 6, generator=g)
+    compressor = Compressor(model, image, ("sparsity",), settings={"sparsity": {"granularity": granularity}})
+    plan = Plan(sparsity=LayerTargets({"0": 40, "2": 50}))
+    with compressor(plan):
+        left = sum(int((p != 0).sum()) for p in model.parameters())
+        macs = int((model[0].weight != 0).sum())*16 + int((model[2].weight != 0).sum())
+    assert compressor.costs(plan, ("params", "flops")) == {"params": left, "flops": macs}
+
+
+def test_bytes_are_those_of_quantize_model():
+    """Bits alone: the bytes that `quantize_model` says."""
+    model = toy()
+    bits = {"0": 4, "2": 3, "4": 8}
+    with quantize_model(model, bits) as applied:
+        assert Compressor(model, x).costs(Plan(quantization=BitPlan(bits)), ("bytes",)) == {"bytes": applied.size_bytes}
+
+
+def test_left_alone_after_an_exception():
+    """Whatever happens inside the block, the model comes back."""
+    model = toy()
+    before, compressor = fingerprint(model), Compressor(model, x)
+    plan = Plan(LayerTargets({"0": 50}), LayerTargets({"2": 50}), BitPlan({"4": 4}))
+    with pytest.raises(KeyboardInterrupt), compressor(plan):
+        raise KeyboardInterrupt
+    for bad in (Plan(LayerTargets({"4": 50})), Plan(sparsity=LayerTargets({"nope": 5}))):
+        with pytest.raises(KeyError), compressor(bad):
+            pass
+    assert changes(before, fingerprint(model)) == []
