@@ -26,10 +26,10 @@ from .criteria import (
 )
 from .evaluate import Divergence, evaluation, kl_from
 from .inference import split_plan, to_torchao_config
-from .plans import Compressor, CostTable, Plan, allocate, cost_table
+from .plans import Compressor, CostTable, allocate, cost_table
 from .prune import Pruned, Pruner
 from .quantize import Quantized, quantize_model
-from .results import BitPlan, LayerSensitivity, LayerTargets, SensitivityResult, SweepResult
+from .results import BitPlan, LayerSensitivity, LayerTargets, Plan, SensitivityResult, SweepResult
 from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .search import Recalibrated, SearchResult, reestimate_norms, search_targets
 from .sparsify import Sparse, Sparsifier

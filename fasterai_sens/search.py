@@ -25,7 +25,7 @@ from .evaluate import Score, compare
 from .inputs import batches, call, check_sample
 from .layers import check_model, filters_first, target_units
 from .measure import evaluate, untouched
-from .results import LayerTargets, check_count, format_table, read_json, revive, write_json
+from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
 from .state import keep_values, leave_no_trace
 
@@ -162,20 +162,22 @@ def exchange(
 @dataclass(repr=False)
 class SearchResult:
     "The plan that measured best, what was expected of it, and all plans beside it"
-    plan:LayerTargets       # layer name -> percent
+    plan:LayerTargets|Plan  # what to do with each layer
     plan_name:str           # "search", or the name of the plan that measured better
-    target_pct:float        # mean over the weights of the layers, percent
+    budgets:dict            # what all plans keep to: "sparsity" -> mean percent over the weights, or cost -> most of it
     baseline_metric:float   # of `eval_fn`, untouched model (recalibrated, if that was asked for)
     predicted_metric:float  # of `eval_fn`, if the damages of the layers, each compressed alone, added up
     measured_metric:float   # of `eval_fn`, with the plan
     evaluations:int         # calls of `eval_fn`
-    ranking:list            # dicts, best first: plan, metric (on the report data), delta, stderr, low, high, search_metric, sparsity
-    plans:dict              # name -> `LayerTargets`, those in `ranking`
+    ranking:list            # dicts, best first: plan, metric (on the report data), delta, stderr, low, high, search_metric, and one for each of `budgets`
+    plans:dict              # name -> `LayerTargets` or `Plan`, those in `ranking`
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of `eval_fn`
     reported_on:str="eval_fn"  # where `ranking` comes from: "report_fn", or the same "eval_fn" that the search saw
     settings:dict=field(default_factory=dict) # granularity, criteria, recalibrated
-    def __repr__(self): return f"SearchResult({self.plan_name}, {self.target_pct:g} %, {self.metric_name} {self.measured_metric:.4f}, {self.evaluations} evaluations)"
+    def __repr__(self): return f"SearchResult({self.plan_name}, {self.limits}, {self.metric_name} {self.measured_metric:.4f}, {self.evaluations} evaluations)"
+    @property
+    def limits(self)->str: return ", ".join(f"sparsity {v:g} %" if n == "sparsity" else f"{n} {v:,.6g}" for n, v in self.budgets.items())
     @property
     def interaction_gap(self)->float:
         "Measured minus predicted: what layers do to each other, in units of the metric"
@@ -184,7 +186,7 @@ class SearchResult:
 # %% ../nbs/15_search.ipynb #a9a497dc
 @patch
 def to_dataframe(self:SearchResult):
-    "A `pandas.DataFrame` with one row a plan, best first: metric, its loss against the untouched model with a 95 % interval, metric in the search, zeros in percent"
+    "A `pandas.DataFrame` with one row a plan, best first: metric, its loss against the untouched model with a 95 % interval, metric in the search, and what the budget is about"
     import pandas as pd
     return pd.DataFrame(self.ranking).set_index("plan")
 
@@ -192,10 +194,10 @@ def to_dataframe(self:SearchResult):
 def summary(self:SearchResult):
     "Print all plans, best first, and what was predicted and measured for the one that is returned"
     seen = "data of report_fn" if self.reported_on == "report_fn" else "the same data that the search used, so the searched plan is flattered"
-    print(f"sparsity {self.target_pct:g} % | {self.evaluations} evaluations | ranked on {seen}\n")
+    print(f"{self.limits} | {self.evaluations} evaluations | ranked on {seen}\n")
     text = lambda v: None if v is None else f"{v:.4f}"
-    rows = [[r["plan"], text(r["metric"]), text(r["delta"]), "" if r["low"] is None else f"[{r['low']:+.4f}, {r['high']:+.4f}]", text(r["search_metric"]), text(r["sparsity"])] for r in self.ranking]
-    print(format_table(("plan", "metric", "delta", "95 %", f"{self.metric_name} in search", "zeros %"), rows))
+    rows = [[r["plan"], text(r["metric"]), text(r["delta"]), "" if r["low"] is None else f"[{r['low']:+.4f}, {r['high']:+.4f}]", text(r["search_metric"]), *(float(r[n]) for n in self.budgets)] for r in self.ranking]
+    print(format_table(("plan", "metric", "delta", "95 %", f"{self.metric_name} in search", *("zeros %" if n == "sparsity" else n for n in self.budgets)), rows))
     print(f"\nreturned: {self.plan_name}" + " (it measured better than the searched plan)"*(self.plan_name != "search"))
     print(f"{self.metric_name}: untouched {self.baseline_metric:.4f}, predicted {self.predicted_metric:.4f}, measured {self.measured_metric:.4f}, interaction gap {self.interaction_gap:+.4f}")
 
@@ -205,12 +207,14 @@ def to_json(self:SearchResult,
     path, # file to write
 ):
     "Write everything to a JSON file"
-    write_json(path, "SearchResult", {f.name: getattr(self, f.name) for f in fields(self)})
+    plain = lambda p: p.as_dict() if isinstance(p, Plan) else p
+    write_json(path, "SearchResult", {**{f.name: getattr(self, f.name) for f in fields(self)}, "plan": plain(self.plan), "plans": {n: plain(p) for n, p in self.plans.items()}})
 
 def _search_result(d:dict)->SearchResult:
     "A result from its plain dictionary"
     d = revive(d)
-    return SearchResult(**{**d, "plan": LayerTargets(d["plan"]), "plans": {n: LayerTargets(p) for n, p in d["plans"].items()}})
+    of = LayerTargets if "sparsity" in d["budgets"] else Plan.from_dict
+    return SearchResult(**{**d, "plan": of(d["plan"]), "plans": {n: of(p) for n, p in d["plans"].items()}})
 
 @patch(cls_method=True)
 def from_json(cls:SearchResult,
@@ -371,5 +375,5 @@ def search_targets(
         ranking = _rank(masker, plans, scores, reported, whole, rising)
         best = ranking[0]["plan"]
         predicted = _alone(meter, plans[best], dense)
-    return SearchResult(plans[best], best, b.target, dense.value, predicted, scores[best].value, meter.n, ranking, plans, metric_name, higher_is_better,
+    return SearchResult(plans[best], best, {"sparsity": b.target}, dense.value, predicted, scores[best].value, meter.n, ranking, plans, metric_name, higher_is_better,
                         "report_fn" if report_fn else "eval_fn", dict(granularity=granularity, criteria=bound.name, recalibrated=recalibrate is not None))
