@@ -26,6 +26,7 @@ from .criteria import (
 )
 from .evaluate import Divergence, evaluation, kl_from
 from .inference import split_plan, to_torchao_config
+from .joint import search_plan
 from .plans import Compressor, CostTable, allocate, cost_table
 from .prune import Pruned, Pruner
 from .quantize import Quantized, quantize_model

@@ -181,6 +181,7 @@ def exchange_levels(
         worth = new
     return levels, worth
 
+# %% ../nbs/16_joint.ipynb #01906ce5
 def plan_ranking(
     plans:dict,    # name -> `Plan`, with their costs
     scores:dict,   # name -> `Score` in the search
@@ -225,6 +226,7 @@ def search_plan(
     report = report_fn and PlanMeter(compressor, problem.choices, report_fn, around, rising if report_higher_is_better is None else report_higher_is_better)
     return _searched(meter, report, starts, problem, budgets, calls, about)
 
+# %% ../nbs/16_joint.ipynb #2f56ca95
 def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dict, calls:int, about:dict)->SearchResult:
     "Measure the starts, go on from the best, rank"
     dense = meter.score(Plan())

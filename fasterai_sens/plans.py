@@ -481,6 +481,7 @@ def choose_around(
         if not over: return new
         ask |= {n: ask[n] - 1.001*v for n, v in over.items()}
 
+# %% ../nbs/15_plans.ipynb #27ba7e5e
 def improved(
     problem:Problem,
     picked:list,     # a choice that keeps to the budgets

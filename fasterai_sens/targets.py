@@ -233,7 +233,7 @@ def least(
     within = dict(slack)
     for _ in range(20):
         rows = [LinearConstraint((cost/s)[None], -np.inf, within[k]/s) for k, (cost, _) in limits.items() for s in [(np.abs(cost).max() or 1.)/1e3]]
-        found = milp(c, integrality=np.ones(len(c)), bounds=Bounds(0, 1), constraints=[one_each, *rows], options=dict(mip_rel_gap=gap))
+        found = milp(c, integrality=np.ones(len(c)), bounds=Bounds(0, 1), constraints=[one_each, *rows], options=dict(mip_rel_gap=gap, presolve=False))   # with presolve, HiGHS prints a line of debugging now and then
         if found.x is None: return None
         chosen = found.x > .5
         over = {k: cost[chosen].sum() - slack[k] for k, (cost, _) in limits.items()}

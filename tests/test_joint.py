@@ -1,0 +1,142 @@
+"""The search within any budget: what it promises, on small networks and on ResNet-18."""
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import mobilenet_v2, resnet18
+
+from fasterai_sens import Compressor, SearchResult, SensitivityAnalyzer, changes, fingerprint, search_plan
+
+g = torch.Generator().manual_seed(0)
+percent, bits = [25, 50, 75], [8, 4, 3]
+every = list(itertools.combinations(("pruning", "sparsity", "quantization"), 2))
+
+
+def moved_by(model, images):
+    """How far the outputs move, for each image: an eval_fn that needs no labels; lower is better."""
+    with torch.no_grad():
+        start = model(images)
+    return torch.inference_mode()(lambda m: (m(images) - start).square().mean(1).clone())
+
+
+def sweeps_of(model, images, methods):
+    """One sweep for each method, and the eval_fn."""
+    eval_fn = moved_by(model, images)
+    analyzer = SensitivityAnalyzer(model, images[:1], eval_fn, higher_is_better=False, metric_name="moved")
+    return [analyzer.sweep(m, bits if m == "quantization" else percent, verbose=False) for m in methods], eval_fn
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A network with batch norm, images, and sweeps of three methods."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)).eval()
+    images = torch.randn(64, 3, 12, 12, generator=g)
+    return model, images, *sweeps_of(model, images, ("pruning", "sparsity", "quantization"))
+
+
+@pytest.mark.parametrize(("which", "budget"), [((0,), {"flops": "50%"}), ((1,), {"params": "40%"}), ((2,), {"bytes": "20%"}), ((0, 1, 2), {"bytes": "12%", "flops": "60%"})])
+def test_what_it_promises(small, which, budget, tmp_path):
+    """Within the budget, never worse than a start on the same data, everything counted, the model as it was, plain data."""
+    model, images, sweeps, eval_fn = small
+    before, calls = fingerprint(model), []
+    def counted(m):
+        calls.append(1)
+        return eval_fn(m)
+    r = search_plan(model, images[:1], counted, [sweeps[i] for i in which], budget, combine=every if len(which) > 1 else (), verbose=False)
+    assert changes(before, fingerprint(model)) == [] and r.evaluations == len(calls)
+    assert r.ranking[0]["plan"] == r.plan_name and r.plan == r.plans[r.plan_name]
+    assert all(row[n] <= b*(1 + 1e-9) for row in r.ranking for n, b in r.budgets.items())
+    assert r.measured_metric == min(row["metric"] for row in r.ranking)
+    compressor = Compressor(model, images[:1], settings=r.plan.settings)
+    for name, plan in r.plans.items():
+        with compressor(plan):
+            assert float(eval_fn(model).mean()) == pytest.approx(next(row["metric"] for row in r.ranking if row["plan"] == name), rel=1e-5, abs=1e-9)
+    r.to_json(tmp_path/"r.json")
+    assert SearchResult.from_json(tmp_path/"r.json") == r
+    assert list(r.to_dataframe().columns[-len(r.budgets):]) == list(r.budgets)
+
+
+def test_predicted_is_the_sum_of_what_each_layer_does_alone(small):
+    """Recomputed with one layer at a time."""
+    model, images, sweeps, eval_fn = small
+    r = search_plan(model, images[:1], eval_fn, sweeps[2], {"bytes": "20%"}, verbose=False)
+    compressor, alone = Compressor(model, images[:1], settings=r.plan.settings), 0.
+    for n, b in r.plan.quantization.items():
+        with compressor(type(r.plan)(quantization=type(r.plan.quantization)({n: b}))):
+            alone += float(eval_fn(model).mean())
+    assert r.predicted_metric == pytest.approx(alone, rel=1e-5)
+    assert r.interaction_gap == pytest.approx(r.measured_metric - alone, rel=1e-4)
+
+
+def test_report_on_other_data_decides(small):
+    """The plan that is best on the data of `report_fn` is returned, even if it is not the searched one."""
+    model, images, sweeps, eval_fn = small
+    flipped = lambda m: -eval_fn(m)   # what is worst for the search is best here
+    r = search_plan(model, images[:1], eval_fn, sweeps[1], {"params": "50%"}, report_fn=flipped, verbose=False)
+    worst = max(r.ranking, key=lambda row: row["search_metric"])
+    assert r.plan_name == worst["plan"] and r.reported_on == "report_fn"
+
+
+def test_bounds_and_locked_hold_in_every_plan(small):
+    """Also in the plans without curves, and after the search."""
+    model, images, sweeps, eval_fn = small
+    r = search_plan(model, images[:1], eval_fn, sweeps[1], {"params": "45%"}, locked=["0"], bounds={"8": (0, 50)}, verbose=False)
+    for plan in r.plans.values():
+        assert "0" not in plan.sparsity and plan.sparsity["8"] <= 50
+
+
+def test_recalibrated(small):
+    """Batch-norm statistics are those of the given data in every evaluation, and the model's own afterwards."""
+    model, images, sweeps, eval_fn = small
+    before, means = fingerprint(model), []
+    def looked(m):
+        means.append(m[1].running_mean.clone())
+        return eval_fn(m)
+    r = search_plan(model, images[:1], looked, sweeps[0], {"flops": "60%"}, recalibrate=images, verbose=False)
+    with torch.no_grad():
+        expected = model[0](images).mean((0, 2, 3))
+    assert torch.allclose(means[0], expected, atol=1e-5) and r.settings["recalibrated"]
+    assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize(("options", "error", "text"), [
+    (dict(budget=1), ValueError, "out of reach"), (dict(cost="latency"), ValueError, "latency cannot be counted"), (dict(evaluations=0), ValueError, "evaluations"),
+    (dict(locked="nope"), KeyError, "unknown measured layer"), (dict(recalibrate=[]), ValueError, ""), (dict(eval_fn=lambda m: math.nan), ValueError, "untouched model is nan")])
+def test_refused_at_the_door(small, options, error, text):
+    """Clear errors, and the model as it was."""
+    model, images, sweeps, eval_fn = small
+    before = fingerprint(model)
+    options = dict(eval_fn=eval_fn, sweeps=sweeps[1], budget="50%") | options
+    with pytest.raises(error, match=text or None):
+        search_plan(model, images[:1], options.pop("eval_fn"), options.pop("sweeps"), options.pop("budget"), verbose=False, **options)
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_the_model_comes_back_when_eval_fn_raises(small):
+    """Also in the middle of the search."""
+    model, images, sweeps, eval_fn = small
+    before, calls = fingerprint(model), itertools.count()
+    def fragile(m):
+        if next(calls) == 9:
+            raise RuntimeError("no")
+        return eval_fn(m)
+    with pytest.raises(RuntimeError, match="no"):
+        search_plan(model, images[:1], fragile, sweeps, {"bytes": "20%"}, combine=every, verbose=False)
+    assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("arch", [resnet18, mobilenet_v2])
+def test_channels_of_real_networks(arch):
+    """Coupled and depthwise layers: one level a group, at equal multiply-accumulates, no worse than any start."""
+    torch.manual_seed(0)
+    model, images = arch(num_classes=10).eval(), torch.randn(4, 3, 32, 32, generator=g)
+    (sweep,), eval_fn = sweeps_of(model, images, ["pruning"])
+    before = fingerprint(model)
+    r = search_plan(model, images[:1], eval_fn, sweep, "60%", "flops", evaluations=2*len({row.group_id or row.name for row in sweep[0].layers}) + 3, verbose=False)
+    assert changes(before, fingerprint(model)) == []
+    assert {"allocate", "uniform pruning", "global pruning", "search"} == set(r.plans)
+    for plan in r.plans.values():
+        assert all(len({plan.pruning[n] for n in row.group_members}) == 1 for row in sweep[0].layers if row.prunable and row.group_members)
