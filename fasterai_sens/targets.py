@@ -194,6 +194,29 @@ def _within(curve:Curve, low:float, top:float)->tuple:
     x = np.unique(np.clip([low, *curve.pct, top], low, top))
     return x, np.interp(x, curve.pct, curve.delta)
 
+# %% ../nbs/14_targets.ipynb #52772ea9
+def _damage_at(rows:dict, level:float, by:str, bits:bool)->float:
+    "Damage of one layer at a level, between the measured ones by straight lines"
+    known = sorted([(32 if bits else 0, 0.), *((x, damage(r, by)) for x, r in rows.items() if x)])
+    if level in rows: return damage(rows[level], by)
+    return float(np.interp(level, *zip(*known, strict=True)))
+
+@patch
+def predict(self:SweepResult,
+    plan,        # layer name -> percent or bits; coupled layers have one level
+    by="metric", # "metric", or "objective": its rise over the untouched model
+)->float:        # NaN if a layer broke the model; beyond the last level the damage is that of the last
+    "What to expect of the whole model if the damages of its layers added up. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree"
+    bits, at = in_bits(self[0].compression_type), {}
+    if getattr(plan, "unit", unit := "bits" if bits else "percent") != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
+    for name, level in plan.items():
+        rows = self.rows(name)
+        if not rows and not level: continue
+        if not rows: raise ValueError(f"{name} could not be compressed in this sweep, so there is nothing to predict from")
+        if at.setdefault(next(iter(rows.values())).group_id or name, (rows, level))[1] != level: raise ValueError(f"{name} is coupled to another layer of the plan, with another level")
+    lost = sum(_damage_at(rows, level, plan_basis(rows.values(), by), bits) for rows, level in at.values())
+    return lost if by == "objective" else self[0].baseline_metric - (1 if self[0].higher_is_better else -1)*lost
+
 # %% ../nbs/14_targets.ipynb #a742ac6b
 @dataclass(frozen=True)
 class Options:
