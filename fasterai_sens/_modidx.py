@@ -479,7 +479,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fasterai_sens.plans.Compressor.__init__': ( 'plans.html#compressor.__init__',
                                                                                   'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.Compressor.costs': ('plans.html#compressor.costs', 'fasterai_sens/plans.py'),
-                                     'fasterai_sens.plans.Compressor.costs_of': ( 'plans.html#compressor.costs_of',
+                                     'fasterai_sens.plans.Compressor.counting': ( 'plans.html#compressor.counting',
                                                                                   'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.Compressor.prune': ('plans.html#compressor.prune', 'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.CostTable': ('plans.html#costtable', 'fasterai_sens/plans.py'),

@@ -22,17 +22,17 @@ import numpy as np
 from fastcore.basics import patch
 from torch import nn
 
-from .targets import check_bit_sweep, choose
+from .channels import pick
 from .counters import count_flops_params, latency, n_bytes
 from .criteria import as_criterion, bind, block_axes, large_final, parse_nm
 from .layers import all_units, by_name, check_model, target_units
 from .proof import channel_groups
 from .prune import Pruner, channel_scores, n_gone, n_granules
-from .channels import pick
 from .quantize import Quantized, packed_bytes, plan_options, quantize_model
 from .results import BitPlan, LayerTargets, Plan, SweepResult, check_bits, check_pct, damage, in_turn, plan_basis, read_json, revive, unknown_name, write_json
 from .sparsify import Sparsifier, n_dropped, sparsity_mask
 from .state import leave_no_trace
+from .targets import check_bit_sweep, choose
 
 # %% ../nbs/15_plans.ipynb #4ab9da4f
 class Compressor:
@@ -40,7 +40,7 @@ class Compressor:
     def __init__(self,
         model:nn.Module,    # any model; untouched outside the blocks
         sample,             # example input: a tensor, a tuple, or a dict of keyword inputs
-        methods=in_turn,      # those that the plans use
+        methods=in_turn,    # those that the plans use
         *, settings=None,   # method -> how it was measured: granularity, per_channel, ...
         criteria=large_final, # which weights and channels matter
         calibration_data=None, # for criteria that use data, and for ranges of activations
@@ -160,23 +160,20 @@ counts = {   # cost -> (model, sample) -> cost of the model, (unit, zeros, bits,
     "latency": lambda model, sample: (latency(model, sample), lambda u, zero, bits, how: 0)}
 
 @patch
-def costs_of(self:Compressor,
+@contextmanager
+def counting(self:Compressor,
     pruning,   # layer name -> percent of its channels
-    plans:list, # of `Plan`: what else is done; their pruning does not count
-    names=("params",), # of "params", "flops", "bytes", "latency"
-)->list:       # for each plan: name -> of the whole model
-    "What the model costs once channels are gone, under each of the plans"
+    names,     # of "params", "flops", "bytes", "latency"
+):
+    "Once channels are gone: what the model costs, and a function that says what layers save of it when they are sparse or rounded"
     with leave_no_trace(self.model, weights=()) if any(pruning.values()) else nullcontext():
         self.prune(pruning)
-        units = by_name(all_units(self.model)[0])
-        zeros = [{units[u.name]: dropped(u, pct, self.granularity) for u, pct in target_units(self.model, p.sparsity).items()} for p in plans]
-        out = [{} for _ in plans]
-        for n in names:
-            whole, less = counts[n](self.model, self.sample)
-            for plan, zero, costs in zip(plans, zeros, out, strict=True):
-                bits = {units[u.name]: b for u, b in target_units(self.model, plan.quantization).items()} if n == "bytes" else {}
-                costs[n] = whole - sum(less(u, zero.get(u, 0), bits.get(u), self.how) for u in {**zero, **bits})
-    return out
+        units, of = by_name(all_units(self.model)[0]), {n: counts[n](self.model, self.sample) for n in names}
+        def saved(layers):   # layer name -> {method: level}; tied layers count once
+            if unknown := [n for n in layers if n not in units]: raise unknown_name(unknown[0], units)
+            each = {units[n]: (dropped(units[n], levels.get("sparsity", 0), self.granularity), levels.get("quantization")) for n, levels in layers.items()}
+            return {n: sum(less(u, zero, bits, self.how) for u, (zero, bits) in each.items()) for n, (_, less) in of.items()}
+        yield {n: whole for n, (whole, _) in of.items()}, saved
 
 @patch
 def costs(self:Compressor,
@@ -184,7 +181,8 @@ def costs(self:Compressor,
     names=("params",),  # of "params", "flops", "bytes", "latency"
 )->dict:                # name -> of the whole model
     "What the model costs under the plan"
-    return self.costs_of(plan.pruning, [plan], names)[0]
+    with self.counting(plan.pruning, names) as (whole, saved): less = saved(plan.levels())
+    return {n: whole[n] - less[n] for n in names}
 
 # %% ../nbs/15_plans.ipynb #163541e9
 @dataclass(frozen=True)
@@ -253,7 +251,8 @@ def allowed(
     if method not in limits: return True
     if limits[method] is None: return level is None
     low, high = limits[method]
-    return (low == 0 if method != "quantization" else False) if level is None else low - 1e-9 <= level <= high + 1e-9
+    if level is None: return low == 0   # bits are 2 or more
+    return low - 1e-9 <= level <= high + 1e-9
 
 def choices(
     sweeps:dict,  # method -> `SweepResult`
@@ -322,11 +321,15 @@ def option_costs(
     names:tuple,           # of costs
 )->list:                   # for each choice, for each option: cost -> of the whole model
     "What the model costs with each option of each choice, while the others are as picked"
-    now, out = [(c, c.levels[i]) for c, i in zip(choices, picked, strict=True)], [None]*len(choices)
-    plans = {i: [planned([*now[:i], (c, levels), *now[i+1:]]) for levels in c.levels] for i, c in enumerate(choices)}
-    layers = [i for i, c in enumerate(choices) if not c.is_group]
-    same = iter(compressor.costs_of(planned(now).pruning, [p for i in layers for p in plans[i]], names))
-    for i, c in enumerate(choices): out[i] = [compressor.costs(p, names) for p in plans[i]] if c.is_group else [next(same) for _ in plans[i]]
+    now, out = [(c, c.levels[i]) for c, i in zip(choices, picked, strict=True)], []
+    plan = planned(now)
+    with compressor.counting(plan.pruning, names) as (whole, saved):
+        one, total = lambda c, levels: saved(dict.fromkeys(c.members, levels)), saved(plan.levels())
+        for c, levels in now:
+            rest = {n: whole[n] - total[n] + v for n, v in one(c, levels).items()}
+            out.append(None if c.is_group else [{n: rest[n] - v for n, v in one(c, option).items()} for option in c.levels])
+    for k, c in enumerate(choices):
+        if c.is_group: out[k] = [compressor.costs(planned([*now[:k], (c, option), *now[k+1:]]), names) for option in c.levels]
     return out
 
 def count_options(
