@@ -55,7 +55,7 @@ def fit(model, x, y, steps, lr, batch=32, after_step=lambda: None):
 
 def mobilenet(num_classes):
     """A MobileNetV2 of half the width, with 8 of its 17 blocks: 26 layers."""
-    return MobileNetV2(num_classes, .5, [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 2, 2], [6, 64, 2, 2], [6, 160, 1, 1]], round_nearest=4)
+    return MobileNetV2(num_classes, .5, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2], [6, 64, 2, 2], [6, 160, 1, 1]], round_nearest=4)
 
 
 def image_task(arch, epochs, seed):
