@@ -43,8 +43,8 @@ def image_model(arch, epochs, seed):
 def text_model(seed):
     """The same for a transformer; its score is bits for a byte."""
     task = text_task(seed)
-    parts = [lambda m, x=x, y=y: losses(m, x, y) for x, y in (task.measure, task.held_out)]
-    return task.model, task.measure[0], parts, lambda m: scores(m, *task.held_out, text=True).mean().item()
+    parts = [lambda m, x=x, y=y: losses(m(x), y) for x, y in (task.measure, task.held_out)]
+    return task.model, task.measure[0], parts, lambda m: scores(m(task.held_out[0]), task.held_out[1], text=True).mean().item()
 
 
 models = {

@@ -56,8 +56,21 @@ def all_plans(model, sweep, searched, pct):
 def measurement(task, images, objective):
     """What the plans go by: the metric, and the objective beside it, on at most so many samples."""
     x, y = (t[:images] for t in task.measure)
-    away = kl_from(task.model, x) if objective == "kl" else torch.no_grad()(lambda m: losses(m, x, y))
-    return lambda m: (scores(m, x, y, task.text), away(m))
+    away = kl_from(task.model, x) if objective == "kl" else None
+
+    @torch.no_grad()
+    def eval_fn(model):
+        out = model(x)
+        return scores(out, y, task.text), away(model) if away else losses(out, y)
+
+    return eval_fn
+
+
+@torch.no_grad()
+def held_out(task, model):
+    """Scores on held-out data, sample by sample."""
+    x, y = task.held_out
+    return scores(model(x), y, task.text)
 
 
 def measured(task, plan, recalibrate):
@@ -70,7 +83,7 @@ def measured(task, plan, recalibrate):
             torch.manual_seed(1)
             fit(model, *task.train, steps, 1e-3, 64, sparsifier.apply_masks)
         if recalibrate: reestimate_norms(model, task.spare)
-        s = scores(model, *task.held_out, task.text)
+        s = held_out(task, model)
         yield {"phase": phase, "score": s.mean().item(), "stderr": s.std().item()/len(s)**.5}
 
 
@@ -80,7 +93,7 @@ def compare(name, seed, sparsities, args):
     eval_fn, x, recalibrate = measurement(task, args.images, args.objective), task.measure[0][:1], args.recalibrate and task.spare is not None
     how, start = dict(higher_is_better=not task.text, metric_name="bits/byte" if task.text else "accuracy"), perf_counter()
     sweep = SensitivityAnalyzer(task.model, x, eval_fn, **how).sweep("sparsity", levels, verbose=False)
-    print(f"{name}, seed {seed}: {how['metric_name']} {scores(task.model, *task.held_out, task.text).mean():.4f}; sweep {perf_counter() - start:.0f} s", flush=True)
+    print(f"{name}, seed {seed}: {how['metric_name']} {held_out(task, task.model).mean():.4f}; sweep {perf_counter() - start:.0f} s", flush=True)
     for pct in sparsities:
         start = perf_counter()
         found = search_targets(task.model, x, eval_fn, pct, recalibrate=task.spare if recalibrate else None, evaluations=args.evaluations, verbose=False, **how)

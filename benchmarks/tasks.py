@@ -24,15 +24,14 @@ class Task:
     text: bool = False                 # scored in bits a byte (lower is better), else in accuracy
 
 
-def losses(model, x, y):
-    """Cross-entropy of each sample; of a text, the mean over its bytes."""
-    return F.cross_entropy(model(x).movedim(-1, 1), y, reduction="none").view(len(y), -1).mean(1)
+def losses(out, y):
+    """Cross-entropy of each sample from a model's outputs; of a text, the mean over its bytes."""
+    return F.cross_entropy(out.movedim(-1, 1), y, reduction="none").view(len(y), -1).mean(1)
 
 
-@torch.no_grad()
-def scores(model, x, y, text):
+def scores(out, y, text):
     """Accuracy, or bits a byte of a text, sample by sample."""
-    return losses(model, x, y)/0.6931471805599453 if text else (model(x).argmax(1) == y).float()
+    return losses(out, y)/0.6931471805599453 if text else (out.argmax(1) == y).float()
 
 
 def fit(model, x, y, steps, lr, batch=32, after_step=lambda: None):
@@ -43,7 +42,7 @@ def fit(model, x, y, steps, lr, batch=32, after_step=lambda: None):
     for _ in range(steps):
         i = torch.randint(len(x), (batch,))
         opt.zero_grad()
-        losses(model, x[i], y[i]).mean().backward()
+        losses(model(x[i]), y[i]).mean().backward()
         opt.step()
         schedule.step()
         after_step()
