@@ -364,14 +364,14 @@ def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int
     "Scores of the untouched model and of `plans`, to which the searched plan is added. Raises ValueError if nothing can be measured"
     dense, limits = meter.score(np.zeros(len(b.units))), (b.weights, 1 - b.high/100, 1 - b.low/100)
     if not math.isfinite(dense.value): raise ValueError(f"the metric of the untouched model is {dense.value}; nothing can be compared with that")
-    (scores, first, least), before = _best(meter, plans), meter.n
-    kept, now = _kept(plans[first]), least
+    scores, first, least = _best(meter, plans)
+    last, ends = meter.n + calls, [(_kept(plans[first]), least)]
     if steps:
         _, start, there = _best(meter, starts)
-        arrived, there = descend(meter.damage, _kept(starts[start]), there, *limits, steps)
-        if there < now: kept, now = arrived, there
-    if not math.isfinite(now): raise ValueError("no plan to start from has a metric that is a number; use a lower target_pct")
-    kept, now = exchange(meter.damage, kept, now, *limits, calls - (meter.n - before))
+        ends.append(descend(meter.damage, _kept(starts[start]), there, *limits, steps))
+    ends = sorted((e for e in ends if math.isfinite(e[1])), key=lambda e: e[1])
+    if not ends: raise ValueError("no plan to start from has a metric that is a number; use a lower target_pct")
+    kept, now = min((exchange(meter.damage, *e, *limits, last - meter.n) for e in ends), key=lambda e: e[1])
     plans["search"] = b.targets(100*(1 - kept)) if now < least else LayerTargets(plans[first])
     scores["search"] = meter.score(plans["search"].values())
     return dense, scores
@@ -398,7 +398,7 @@ def search_targets(
     layers=None, layer_types=None, locked=None, min_pct=0, max_pct=100, # as in `budget`
     verbose:bool=True, # show a progress bar
 )->SearchResult:
-    "The best of the baselines, or a plan on a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
+    "The best of the baselines, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
     options = dict(layers=layers, layer_types=layer_types, locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
