@@ -108,10 +108,10 @@ def verdict(scores, stderr, rising):
     """The searched plan against the best of the others: names and numbers for the table; `scores` has a column a seed"""
     others, sign = scores.drop("search"), 1 if rising else -1
     other = (sign*others.mean(1)).idxmax()
-    gain = sign*(scores.loc["search"] - scores.loc[other])
+    gain = (sign*(scores.loc["search"] - scores.loc[other])).dropna()
     over_seeds = gain.std()/len(gain)**.5
     noise = 2*np.nanmax([over_seeds, stderr])
-    return {"best other": other, "gain": gain.mean(), "stderr, seeds": over_seeds, "stderr, held-out": stderr, "search is": "best" if gain.mean() >= 0 else "within noise" if gain.mean() >= -noise else "worse"}
+    return {"best other": other, "gain": gain.mean(), "stderr, seeds": over_seeds, "stderr, held-out": stderr, "search is": "best" if gain.mean() > -1e-9 else "within noise" if gain.mean() >= -noise else "worse"}
 
 
 def print_tables(rows):
