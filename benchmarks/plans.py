@@ -111,7 +111,7 @@ def verdict(scores, stderr, rising):
     gain = (sign*(scores.loc["search"] - scores.loc[other])).dropna()
     over_seeds = gain.std()/len(gain)**.5
     noise = 2*np.nanmax([over_seeds, stderr])
-    return {"best other": other, "gain": gain.mean(), "stderr, seeds": over_seeds, "stderr, held-out": stderr, "search is": "best" if gain.mean() > -1e-9 else "within noise" if gain.mean() >= -noise else "worse"}
+    return {"best other": other, "gain": gain.mean(), "stderr, seeds": over_seeds, "stderr, held-out": stderr, "search is": "best" if gain.mean() > -1e-6 else "within noise" if gain.mean() >= -noise else "worse"}
 
 
 def print_tables(rows):
