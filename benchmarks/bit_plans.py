@@ -8,15 +8,13 @@ gets the bytes that a uniform quantization takes; both are measured on another p
 Means over seeds; `worse` counts seeds on which the plan lost to uniform. `--metric loss` makes the curves from the loss instead, to see the difference.
 """
 import argparse
-import sysconfig
 import warnings
-from pathlib import Path
 from time import perf_counter
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import nn
+from tasks import losses, scores, text_task
 from torchvision.models import mobilenet_v2, resnet18
 
 from fasterai_sens import SensitivityAnalyzer
@@ -42,52 +40,17 @@ def image_model(arch, epochs, seed):
 # ---- text
 
 
-class Decoder(nn.Module):
-    """A causal transformer over bytes, its head tied to the embedding: `[batch, length]` -> `[batch, length, 256]`"""
-
-    def __init__(self, width=64, layers=3, length=64):
-        super().__init__()
-        self.emb, self.pos = nn.Embedding(256, width), nn.Parameter(torch.randn(length, width)*.02)
-        self.blocks = nn.ModuleList(nn.ModuleDict(dict(n1=nn.LayerNorm(width), n2=nn.LayerNorm(width), q=nn.Linear(width, width), k=nn.Linear(width, width), v=nn.Linear(width, width),
-                                                       out=nn.Linear(width, width), up=nn.Linear(width, 4*width), down=nn.Linear(4*width, width))) for _ in range(layers))  # fmt: skip
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        nn.init.normal_(self.emb.weight, std=.05)
-        self.head.weight = self.emb.weight
-
-    def forward(self, x):
-        """Logits of the next byte"""
-        h = self.emb(x) + self.pos[: x.shape[1]]
-        for b in self.blocks:
-            q, k, v = (b[n](b["n1"](h)).unflatten(-1, (4, -1)).transpose(1, 2) for n in "qkv")
-            h = h + b["out"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-            h = h + b["down"](F.gelu(b["up"](b["n2"](h))))
-        return self.head(self.norm(h))
-
-
-def text_model(steps, seed):
+def text_model(seed):
     """The same for a transformer; its score is bits for a byte."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    data = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
-    data = data[: len(data)//65*65].view(-1, 65)[torch.randperm(len(data)//65, generator=torch.Generator().manual_seed(0))]
-    train, parts = data[600:], (data[:150], data[300:600])
-    torch.manual_seed(seed)
-    model = Decoder()
-    loss = lambda m, x: F.cross_entropy(m(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction="none").mean(1)
-    opt = torch.optim.AdamW(model.parameters(), 3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 6e-3, steps)
-    for _ in range(steps):
-        opt.zero_grad()
-        loss(model, train[torch.randint(len(train), (32,))]).mean().backward()
-        opt.step()
-        schedule.step()
-    losses = [lambda m, x=x: loss(m, x) for x in parts]
-    return model.eval(), parts[0][:, :-1], losses, lambda m: losses[1](m).mean().item()/0.6931471805599453
+    task = text_task(seed)
+    parts = [lambda m, x=x, y=y: losses(m(x), y) for x, y in (task.measure, task.held_out)]
+    return task.model, task.measure[0], parts, lambda m: scores(m(task.held_out[0]), task.held_out[1], text=True).mean().item()
 
 
 models = {
     "resnet18": (lambda seed: image_model(resnet18, 5, seed), "accuracy"),
     "mobilenet_v2": (lambda seed: image_model(mobilenet_v2, 12, seed), "accuracy"),
-    "transformer": (lambda seed: text_model(800, seed), "bits/byte"),
+    "transformer": (text_model, "bits/byte"),
 }
 
 

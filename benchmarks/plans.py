@@ -1,36 +1,39 @@
-"""Every plan for sparsity side by side, in one shot, on images that no plan has seen.
+"""Every plan for sparsity side by side, in one shot and after a short fine-tuning, on data that no plan has seen.
 
-    .venv/bin/python benchmarks/plans.py [--seeds 0 1 2] [--sparsities 80] [--recalibrate] [--images 300] [--evaluations N]
+    .venv/bin/python benchmarks/plans.py [--tasks mlp transformer mobilenet resnet18] [--seeds 0 1 2] [--sparsities 50 70 80 90 95] [--recalibrate]
+        [--images N] [--evaluations N] [--objective loss|kl] [--csv FILE]
 
-ResNet-18 is trained on scikit-learn's digits, once for each seed. Plans that need measuring see the loss on `--images` training images: `classic` is the inverse-sensitivity rule
-from one level (the last below the target), `curves` lets every layer go to one common damage, `knapsack` is the best choice of measured levels (14 levels a layer), and
-`search` is `search_targets`. The score is accuracy on 597 held-out images, right after the weights are dropped. With `--recalibrate`, batch-norm statistics are
-estimated anew on 300 other training images: before each evaluation of the search, and before every score.
+The networks of `tasks.py` are trained once for each seed: a multilayer perceptron on the breast cancer table, a small transformer on text, a small MobileNetV2 and ResNet-18
+on scikit-learn's digits. Plans that need measuring see the loss, or with `--objective kl` how far predictions move from the model's own, on the part of the data that is for it:
+`classic` is the inverse-sensitivity rule from one level (the last below the target), `curves` is `to_layer_targets` of a sweep over 14 levels, `knapsack` the best choice of the
+measured levels, and `search` is `search_targets`. The score is accuracy or, for text, bits a byte, on held-out data: right after the weights are dropped, and after training
+on for a few batches with the dropped weights held at zero, the same batches for every plan. With `--recalibrate`, networks with batch norm get their statistics
+estimated anew on 300 training images: before each evaluation of the search, and before every score.
+
+For each plan the tables give mean, standard deviation and worst over the seeds. Then, for the searched plan: its gain over the best of the others by mean (positive is better),
+the standard error of that gain over the seeds, the standard error of one score from the number of held-out samples, and whether it is best, within noise (a loss of at most
+twice the larger of the two), or worse. With `--csv` rows are added to a file as they are measured, and those that are in it already are not measured again, so a long run can be split.
 """
 import argparse
+import copy
 import warnings
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
+from tasks import fit, losses, scores, tasks
 
-from fasterai_sens import LayerTargets, SensitivityAnalyzer, Sparsifier, erk, global_magnitude, lamp, leave_no_trace, search_targets, uniform
-from fasterai_sens.demo import digits, digits_learner
+from fasterai_sens import LayerTargets, SensitivityAnalyzer, Sparsifier, erk, global_magnitude, lamp, search_targets, uniform
+from fasterai_sens.evaluate import kl_from
 from fasterai_sens.layers import find_units
 from fasterai_sens.results import damage
 from fasterai_sens.search import reestimate_norms
 from fasterai_sens.targets import choose, shift_to_mean
 
 levels = (10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 95, 97, 99)
-
-
-def data(n):
-    """`n` training images with labels to measure on, 300 others to recalibrate with, 597 held-out ones with labels."""
-    train, *held_out = (d.tensors for d in digits())
-    order = torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(1))
-    return [t[order[-n:]] for t in train], train[0][order[:300]], [torch.cat(t) for t in zip(*held_out, strict=True)]
+steps = 30   # batches of fine-tuning
 
 
 def knapsack(model, sweep, pct):
@@ -50,50 +53,102 @@ def all_plans(model, sweep, searched, pct):
             "curves": sweep.to_layer_targets(model, pct, max_pct=99), "knapsack": knapsack(model, sweep, pct), "search": searched.plans["search"]}  # fmt: skip
 
 
-def compare(seed, sparsities, recalibrate, images, evaluations):
-    """Rows of the table for one training."""
-    model = digits_learner(5, seed).model.eval()
-    (x, y), calibration, (held_x, held_y) = data(images)
+def measurement(task, images, objective):
+    """What the plans go by: the metric, and the objective beside it, on at most so many samples."""
+    x, y = (t[:images] for t in task.measure)
+    away = kl_from(task.model, x) if objective == "kl" else None
 
-    @torch.inference_mode()
-    def loss(m): return F.cross_entropy(m(x), y, reduction="none").clone()
+    @torch.no_grad()
+    def eval_fn(model):
+        out = model(x)
+        return scores(out, y, task.text), away(model) if away else losses(out, y)
 
-    @torch.inference_mode()
-    def score(m): return (m.eval()(held_x).argmax(1) == held_y).float().mean().item()
+    return eval_fn
 
-    start = perf_counter()
-    sweep = SensitivityAnalyzer(model, x[:1], loss, higher_is_better=False, metric_name="loss").sweep("sparsity", levels, verbose=False)
-    print(f"seed {seed}: accuracy {score(model):.4f}; sweep {perf_counter() - start:.0f} s", flush=True)
+
+@torch.no_grad()
+def held_out(task, model):
+    """Scores on held-out data, sample by sample."""
+    x, y = task.held_out
+    return scores(model(x), y, task.text)
+
+
+def measured(task, plan, recalibrate):
+    """Mean score on held-out data and its standard error, in one shot and fine-tuned, on copies of the model."""
+    model = copy.deepcopy(task.model)
+    sparsifier = Sparsifier(model)
+    sparsifier.sparsify_model(plan)
+    for phase in ("one-shot", "fine-tuned"):
+        if phase == "fine-tuned":
+            torch.manual_seed(1)
+            fit(model, *task.train, steps, 1e-3, 64, sparsifier.apply_masks)
+        if recalibrate: reestimate_norms(model, task.spare)
+        s = held_out(task, model)
+        yield {"phase": phase, "score": s.mean().item(), "stderr": s.std().item()/len(s)**.5}
+
+
+def compare(name, seed, sparsities, args):
+    """Rows for one training, a list for each sparsity."""
+    task = tasks[name](seed)
+    eval_fn, x, recalibrate = measurement(task, args.images, args.objective), task.measure[0][:1], args.recalibrate and task.spare is not None
+    how, start = dict(higher_is_better=not task.text, metric_name="bits/byte" if task.text else "accuracy"), perf_counter()
+    sweep = SensitivityAnalyzer(task.model, x, eval_fn, **how).sweep("sparsity", levels, verbose=False)
+    print(f"{name}, seed {seed}: {how['metric_name']} {held_out(task, task.model).mean():.4f}; sweep {perf_counter() - start:.0f} s", flush=True)
     for pct in sparsities:
         start = perf_counter()
-        found = search_targets(model, x[:1], loss, pct, higher_is_better=False, metric_name="loss", recalibrate=calibration if recalibrate else None, evaluations=evaluations, verbose=False)
-        print(f"seed {seed}, {pct:g} %: {found.evaluations} evaluations, {perf_counter() - start:.0f} s; loss predicted {found.predicted_metric:.4f}, measured {found.measured_metric:.4f}", flush=True)
-        for name, plan in all_plans(model, sweep, found, pct).items():
-            with leave_no_trace(model):
-                Sparsifier(model).sparsify_model(plan)
-                if recalibrate: reestimate_norms(model, calibration)
-                yield {"sparsity": pct, "plan": name, "seed": seed, "accuracy": score(model)}
+        found = search_targets(task.model, x, eval_fn, pct, recalibrate=task.spare if recalibrate else None, evaluations=args.evaluations, verbose=False, **how)
+        took = perf_counter() - start
+        rows = [{"task": name, "sparsity": pct, "seed": seed, "plan": plan} | row for plan, targets in all_plans(task.model, sweep, found, pct).items() for row in measured(task, targets, recalibrate)]
+        best = ", ".join(f"{r['plan']} {r['score']:.4f}" for r in rows if r["phase"] == "one-shot" and r["plan"] in ("erk", "lamp", "knapsack", "search"))
+        print(f"{name}, seed {seed}, {pct:g} %: {found.evaluations} evaluations, {took:.0f} s, then {perf_counter() - start - took:.0f} s; one-shot {best}", flush=True)
+        yield rows
 
 
-def table(rows):
-    """A row a plan: mean, standard deviation and least over the seeds, then each seed."""
-    t = pd.DataFrame(rows).pivot(index=["sparsity", "plan"], columns="seed", values="accuracy")
-    stats = pd.DataFrame({"mean": t.mean(1), "std": t.std(1), "least": t.min(1)})
-    return pd.concat([stats, t.add_prefix("seed ")], axis=1).sort_values(["sparsity", "mean"])
+def verdict(scores, stderr, rising):
+    """The searched plan against the best of the others: names and numbers for the table; `scores` has a column a seed"""
+    others, sign = scores.drop("search"), 1 if rising else -1
+    other = (sign*others.mean(1)).idxmax()
+    gain = (sign*(scores.loc["search"] - scores.loc[other])).dropna()
+    over_seeds = gain.std()/len(gain)**.5
+    noise = 2*np.nanmax([over_seeds, stderr])
+    return {"best other": other, "gain": gain.mean(), "stderr, seeds": over_seeds, "stderr, held-out": stderr, "search is": "best" if gain.mean() > -1e-6 else "within noise" if gain.mean() >= -noise else "worse"}
+
+
+def print_tables(rows):
+    """For each task, a table of all plans and one of what the search gains."""
+    for name, of_task in rows.groupby("task", sort=False):
+        rising, verdicts = name != "transformer", {}
+        print(f"\n\n{name}: {'accuracy' if rising else 'bits a byte, lower is better'}, held-out data; mean, standard deviation and worst over the seeds\n")
+        stats = of_task.groupby(["sparsity", "phase", "plan"], sort=False).score.agg(["mean", "std", "min" if rising else "max"]).set_axis(["mean", "std", "worst"], axis=1)
+        print(stats.unstack("phase").swaplevel(axis=1).sort_index(axis=1, level=0, sort_remaining=False, ascending=False).to_string(float_format=lambda v: f"{v:.4f}"))
+        for key, group in of_task.groupby(["sparsity", "phase"], sort=False):
+            table = group.pivot(index="plan", columns="seed", values="score")
+            verdicts[key] = verdict(table, group[group.plan == "search"].stderr.mean(), rising)
+        print(f"\nsearch against the best other plan\n\n{pd.DataFrame(verdicts).T.to_string(float_format=lambda v: f'{v:.4f}')}")
 
 
 def main():
     """Train, search, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=list(tasks), choices=list(tasks), help="what to train")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one training each")
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[80.], help="percent of all compressible weights")
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[50., 70., 80., 90., 95.], help="percent of all compressible weights")
     parser.add_argument("--recalibrate", action="store_true", help="estimate batch-norm statistics anew, in the search and for every score")
-    parser.add_argument("--images", type=int, default=300, help="training images to measure on, at most 900")
-    parser.add_argument("--evaluations", type=int, help="most evaluations of one search; by default enough for eight rounds")
+    parser.add_argument("--images", type=int, default=300, help="most samples to measure on: of the digits at most 900, of the text 150, of the table 120")
+    parser.add_argument("--evaluations", type=int, help="most evaluations of one search; by default enough for twelve rounds")
+    parser.add_argument("--objective", default="loss", choices=["loss", "kl"], help="what sweeps and searches go by")
+    parser.add_argument("--csv", type=Path, help="file that rows are added to; use another one for other settings")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = [r for seed in args.seeds for r in compare(seed, args.sparsities, args.recalibrate, args.images, args.evaluations)]
-    print(f"\naccuracy on held-out images, {'recalibrated' if args.recalibrate else 'not recalibrated'}\n\n{table(rows).to_string(float_format=lambda v: f'{v:.4f}')}")
+    parts = [pd.read_csv(args.csv)] if args.csv and args.csv.exists() else []
+    done = {key for p in parts for key in zip(p.task, p.seed, p.sparsity, strict=True)}
+    for name in args.tasks:
+        for seed in args.seeds:
+            left = [pct for pct in args.sparsities if (name, seed, pct) not in done]
+            for rows in compare(name, seed, left, args) if left else ():
+                parts.append(pd.DataFrame(rows))
+                if args.csv: parts[-1].to_csv(args.csv, mode="a", header=not args.csv.exists(), index=False)
+    print_tables(pd.concat(parts))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import nn
 
 from fasterai_sens import Sparsifier, changes, fingerprint, lamp, large_final, leave_no_trace, search_targets, uniform, wanda
 from fasterai_sens.layers import find_units
-from fasterai_sens.search import Masker, Recalibrated, SearchResult, drop_order, exchange, reestimate_norms
+from fasterai_sens.search import Masker, Recalibrated, SearchResult, descend, drop_order, exchange, path_factor, reestimate_norms
 from fasterai_sens.sparsify import sparsity_mask
 from fasterai_sens.targets import least_total
 
@@ -67,6 +67,35 @@ def test_search_gains_something():
             alone += eval_fn(net).mean().item() - base
     close(r.predicted_metric, base + alone, 1e-5)
     close(r.interaction_gap, r.measured_metric - base - alone, 1e-5)
+
+
+def test_path_leads_off_a_plateau():
+    """Where every baseline looks the same the search still finds a better plan; with too few evaluations for a path it returns a baseline."""
+    net, eval_fn = net_and_eval()
+    best = min(row["search_metric"] for row in search(net, eval_fn, 80).ranking if row["plan"] != "search")
+    capped = lambda m: min(eval_fn(m).mean().item(), best - 1e-3)
+    stuck, led = (search(net, capped, 80, evaluations=n) for n in (24, 120))
+    assert len({row["search_metric"] for row in stuck.ranking}) == 1 and stuck.plans["search"] == stuck.plans["uniform"]
+    assert led.plan_name == "search" and led.measured_metric < best - .005
+
+
+@pytest.mark.parametrize("evaluations", [18, 27, 40, 60, 200])
+def test_evaluations_are_counted(evaluations):
+    """Every call of `eval_fn` is in the number, and there are no more than allowed, with a path and without."""
+    net, eval_fn = net_and_eval()
+    calls = []
+    r = search(net, lambda m: calls.append(1) or eval_fn(m), 85, evaluations=evaluations)
+    assert len(calls) == r.evaluations <= evaluations
+
+
+def test_path_keeps_to_bounds():
+    """Locked layers and bounds hold at the end of a path too, and where bounds block it the search goes on without."""
+    net, eval_fn = net_and_eval()
+    for kwargs in (dict(min_pct=40, max_pct=95), dict(locked={"8": 0}), dict(locked={"8": 100}, max_pct=88), dict(min_pct=85, max_pct=85)):
+        r = search(net, eval_fn, 85 if "locked" not in kwargs else 70, evaluations=120, **kwargs)
+        at, least, most = kwargs.get("locked", {}), kwargs.get("min_pct", 0), kwargs.get("max_pct", 100)
+        assert all(pct == at[n] if n in at else least - 1e-9 <= pct <= most + 1e-9 for n, pct in r.plans["search"].items())
+        assert abs(r.plans["search"].mean(net) - r.target_pct) < 1e-6
 
 
 def test_bounds_locked_and_layers():
@@ -201,7 +230,7 @@ def test_a_metric_that_breaks_is_avoided():
     fine = lambda m: eval_fn(m).mean().item() if (m[8].weight == 0).float().mean() < .6 else float("nan")
     r = search(net, fine, 70)
     assert r.plan["8"] < 60.5 and np.isfinite(r.measured_metric) and r.ranking[-1]["plan"] == "uniform"
-    with pytest.raises(ValueError, match="no plan to start from has a metric"): search(net, lambda m: float("nan") if (m[8].weight == 0).any() else 1.)
+    with pytest.raises(ValueError, match="no plan to start from has a metric"): search(net, lambda m: float("nan") if any((m[i].weight == 0).any() for i in (0, 4, 8)) else 1.)
     with pytest.raises(ValueError, match="untouched model is nan"): search(net, lambda m: float("nan"))
 
 
@@ -267,6 +296,25 @@ def test_exchange_keeps_the_mean_and_the_bounds(n, seed, target):
     kept, after = exchange(damage, start, now, weights, low, high, 150)
     assert len(calls) <= 151 and after <= now and damage(kept) == after
     assert abs(kept@weights/weights.sum() - target) < 1e-9 and (kept >= low).all() and (kept <= high).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 10**6), st.floats(.02, .5), st.integers(1, 5))
+def test_descend_ends_at_the_mean_or_says_so(n, seed, target, steps):
+    """The mean falls by the factor at each step, within bounds, with two calls a unit and one; a way that is barred has infinite damage."""
+    rng = np.random.default_rng(seed)
+    weights, a, low = rng.integers(1, 100, n).astype(float), rng.random(n) + .1, rng.random(n)*target*1.2
+    calls, mix = [], rng.normal(size=(n, n))
+
+    def damage(kept):
+        calls.append(kept)
+        return float(np.sum(a/(kept + .01)) + np.sum((mix@kept)**2)) if rng.random() < .95 else float("nan")
+
+    start = np.maximum(np.full(n, min(target/path_factor**steps, 1.)), low)
+    kept, there = descend(damage, start, damage(start), weights, low, np.ones(n), steps)
+    assert len(calls) <= 1 + steps*(2*n + 1) and (kept >= low).all() and (kept <= 1).all()
+    if np.isfinite(there): assert abs(kept@weights - start@weights*path_factor**steps) < 1e-9*weights.sum()
+    if start@weights*path_factor**steps < low@weights*.999: assert there == np.inf
 
 
 @settings(max_examples=60, deadline=None)
