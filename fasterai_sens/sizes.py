@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['step_methods', 'fine', 'sparse_bytes', 'n_params', 'n_macs', 'Steps', 'SparseSteps', 'PrunedSteps', 'QuantizedSteps',
-           'find_steps', 'furthest', 'measured_path', 'find_path', 'at_step', 'fit', 'planner', 'check_size',
+           'find_steps', 'furthest', 'measured_path', 'find_path', 'first_steps', 'fit', 'planner', 'check_size',
            'Compressed', 'carried_out', 'compress_to_size', 'compress_with_layer_sensitivity']
 
 # %% ../nbs/16_sizes.ipynb #3ea9be73
@@ -278,33 +278,36 @@ def find_path(
     return lambda share: steps.scaled(levels, share)
 
 # %% ../nbs/16_sizes.ipynb #b37574e2
-fine = 2**20   # a path is looked at in so many places
-
-def at_step(
-    counts:Callable, # place on the path, 0..`fine` -> steps of each unit, rising
-    m:int,           # steps in all
-)->np.ndarray:       # steps of each unit, sum `m`
-    "The first `m` single steps of a path"
-    i = bisect_left(range(fine + 1), m, key=lambda i: counts(i).sum())
-    before, now = counts(max(i - 1, 0)) if i else 0*counts(0), counts(i)
+def first_steps(
+    before:np.ndarray, # steps of each unit before the jump
+    now:np.ndarray,    # and after it
+    m:int,             # how many of the steps between are made
+)->np.ndarray:         # steps of each unit
+    "Part of a jump, unit after unit"
     more = np.maximum(now - before, 0)
-    return before + np.clip(m - before.sum() - (more.cumsum() - more), 0, more)
+    return before + np.clip(m - (more.cumsum() - more), 0, more)
 
 # %% ../nbs/16_sizes.ipynb #037cd6ac
+fine = 2**20   # a path has so many places
+
 def fit(
     steps:Steps,
-    counts:Callable, # place on the path -> steps of each unit
+    counts:Callable, # place on the path, 0..`fine` -> steps of each unit
     cost:str,        # "bytes", "params" or "macs"
-    budget:float,    # most of it
+    budget:float,    # most of it, less than the model takes as it is
 )->tuple:            # plan, number of sizes that were looked at
     "The mildest plan on the path that is within the budget. Raises ValueError with what is possible if there is none"
-    most, tried = int(counts(fine).sum()), {}
-    def fits(m): return tried.setdefault(m, steps.size(steps.plan(at_step(counts, m)), cost)) <= budget
-    m = 1 + bisect_left(range(1, most + 1), True, key=fits)
-    if m > most:
-        least, dense = (steps.size(p, cost) for p in (steps.plan(counts(fine)), {}))
+    tried = {}
+    def size(n):
+        if (key := tuple(n.tolist())) not in tried: tried[key] = steps.size(steps.plan(n), cost)
+        return tried[key]
+    i = bisect_left(range(fine + 1), True, key=lambda i: size(counts(i)) <= budget)
+    if i > fine:
+        least, dense = size(counts(fine)), steps.size({}, cost)
         raise ValueError(f"{budget:,.0f} {cost} ({100*budget/dense:.3g} %) is out of reach: down to {least:,} ({100*least/dense:.3g} % of {dense:,}) is possible")
-    return steps.plan(at_step(counts, m)), len(tried)
+    before, now = counts(i - 1), counts(i)
+    m = 1 + bisect_left(range(1, int(np.maximum(now - before, 0).sum())), True, key=lambda m: size(first_steps(before, now, m)) <= budget)
+    return steps.plan(first_steps(before, now, m)), len(tried)
 
 def planner(
     steps:Steps,
