@@ -886,6 +886,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fasterai_sens.sizes.first_steps': ('sizes.html#first_steps', 'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.fit': ('sizes.html#fit', 'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.furthest': ('sizes.html#furthest', 'fasterai_sens/sizes.py'),
+                                     'fasterai_sens.sizes.measured_for': ('sizes.html#measured_for', 'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.measured_path': ('sizes.html#measured_path', 'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.n_macs': ('sizes.html#n_macs', 'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.n_params': ('sizes.html#n_params', 'fasterai_sens/sizes.py'),

@@ -72,7 +72,7 @@ class DegradationResult:
     points:list                # of `SizePoint`
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of the metric
-    settings:dict=field(default_factory=dict) # what else was chosen: plan, criteria, granularity, recalibrated
+    settings:dict=field(default_factory=dict) # what else was chosen: plan, recalibrated
     def __len__(self): return len(self.points)
     def __getitem__(self, i): return self.points[i]
     def __repr__(self): return f"DegradationResult({self.compression}, {len(self)} sizes down to {min(p.size_pct for p in self.points):.3g} % of {self.dense_size:,} {self.cost}, {self.metric_name} {self.baseline_metric:.4f})"

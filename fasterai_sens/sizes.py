@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['step_methods', 'fine', 'sparse_bytes', 'n_params', 'n_macs', 'Steps', 'SparseSteps', 'PrunedSteps', 'QuantizedSteps',
-           'find_steps', 'furthest', 'measured_path', 'find_path', 'first_steps', 'fit', 'planner', 'check_size',
-           'Compressed', 'carried_out', 'compress_to_size', 'compress_with_layer_sensitivity']
+           'find_steps', 'furthest', 'measured_for', 'measured_path', 'find_path', 'first_steps', 'fit', 'planner',
+           'check_size', 'Compressed', 'carried_out', 'compress_to_size', 'compress_with_layer_sensitivity']
 
 # %% ../nbs/16_sizes.ipynb #3ea9be73
 import copy
@@ -15,7 +15,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from numbers import Real
 
 import numpy as np
@@ -101,9 +101,9 @@ def levels(self:Steps,
     "A plan as numbers, one a unit. Raises KeyError for an unknown layer, ValueError for levels that make no sense or layers that cannot be compressed"
     unit = getattr(plan, "unit", self.plan_unit)
     if unit != self.plan_unit: raise ValueError(f"the plan is in {unit}; this method takes {self.plan_unit}")
-    at = {u.name: level for u, level in target_units(self.model, LayerTargets(plan, unit)).items()}
-    for n in at.keys() & self.refused.keys():
-        if at[n]: raise ValueError(f"{n} cannot be compressed: {self.refused[n]}")
+    at, mine = {u.name: level for u, level in target_units(self.model, LayerTargets(plan, unit)).items()}, {layer.name for u in self.units for layer in u.layers}
+    for n, level in at.items():
+        if level and n not in mine: raise ValueError(f"{n} cannot be compressed: {self.refused.get(n, 'it is not among the layers that were named')}")
     return np.array([self._one_level([at[layer.name] for layer in u.layers if layer.name in at], u) for u in self.units], float)
 
 @patch
@@ -117,18 +117,17 @@ class SparseSteps(Steps):
     "Weights set to zero, block by block"
     compression = "sparsity"
     def __init__(self, model, sample, layers=None, *, criteria=large_final, granularity="weight", calibration_data=None, **_):
-        units, _ = find_units(model, layers)
+        units = [u for u in find_units(model, layers)[0] if u.weight.numel()]
         bound = bind(criteria, model, units, calibration_data, sample)
         check_search(units, granularity, bound, {})
         self.ranks = {u.name: drop_order(u, granularity, bound) for u in units}
         self.left = {u.name: _left(u, self.ranks[u.name]) for u in units}
         super().__init__(model, sample, units, [r.numel() for r in self.ranks.values()])
         self.dense = dict(bytes=n_bytes(model), params=n_params(model))
-    @property
+    @cached_property
     def macs(self)->tuple:
         "Multiply-accumulates of the dense model, and of each module"
-        if "macs" not in self.dense: self.dense["macs"] = n_macs(self.model, self.sample)
-        return self.dense["macs"]
+        return n_macs(self.model, self.sample)
 
 def _left(unit, rank)->torch.Tensor:
     "How many weights are not zero after 0, 1, ... steps, int32 `[steps + 1]`"
@@ -248,12 +247,18 @@ def furthest(
     for level, row in rows: damages.setdefault(row.name, {})[level] = damage(row, by)
     return LayerTargets({name: min(max_pct, curve_of(d).pct[-1]) for name, d in damages.items()})
 
+def measured_for(
+    result, # `SensitivityResult` or `SweepResult`
+)->str:
+    "The method that was measured"
+    return (result[0] if isinstance(result, SweepResult) else result).compression_type
+
 def measured_path(
     steps:Steps,
     result,        # `SensitivityResult` or `SweepResult`
     max_pct:float, # most for any layer
 )->Callable:       # share of the way, 0..1 -> levels of the units
-    "Targets from sensitivities, from none to the most there can be. Raises ValueError if the model is not the one that was measured, or if it was for something else"
+    "Targets from sensitivities, from none to the most there can be. Raises ValueError or KeyError if the model is not the one that was measured"
     top = furthest(result, max_pct).mean(steps.model)
     def levels(share):
         with warnings.catch_warnings():
@@ -261,18 +266,15 @@ def measured_path(
             return steps.levels(result.to_layer_targets(steps.model, top*share, max_pct=max_pct))
     return levels
 
-# %% ../nbs/16_sizes.ipynb #dcbdac70
+# %% ../nbs/16_sizes.ipynb #543d89bb
 def find_path(
     steps:Steps,
     plan=None,        # None: everything alike; layer name -> level; or a `SensitivityResult` or `SweepResult`
     max_pct:float=90, # most for any layer, if the plan is made from sensitivities
 )->Callable:          # share of the way, 0..1 -> levels of the units
-    "How the levels of all units rise together. Raises ValueError for sensitivities to something else, TypeError for a wrong kind"
+    "How the levels of all units rise together. Raises TypeError for a plan of no known kind"
     if plan is None: return steps.uniform
-    if isinstance(plan, SensitivityResult | SweepResult):
-        kind = (plan[0] if isinstance(plan, SweepResult) else plan).compression_type
-        if kind != steps.compression: raise ValueError(f"these are sensitivities to {kind}, which say nothing about {steps.compression}")
-        return measured_path(steps, plan, check_pct(max_pct, "max_pct"))
+    if isinstance(plan, SensitivityResult | SweepResult): return measured_path(steps, plan, check_pct(max_pct, "max_pct"))
     if not isinstance(plan, Mapping): raise TypeError(f"plan is layer name -> level, a SensitivityResult, a SweepResult, or None; got {type(plan).__name__}")
     levels = steps.levels(plan)
     return lambda share: steps.scaled(levels, share)
@@ -315,9 +317,10 @@ def planner(
     plan=None,        # as for `find_path`
     max_pct:float=90, # as for `find_path`
 )->Callable:          # budget -> plan, number of sizes that were looked at
-    "What makes a plan for each budget. Raises ValueError and TypeError as `find_path` does"
-    dense = steps.size({}, cost)
-    if isinstance(plan, SweepResult) and steps.compression == plan[0].compression_type == "quantization": find = lambda budget: (plan.to_bit_plan(steps.model, target_bytes=budget), 1)
+    "What makes a plan for each budget. Raises ValueError for sensitivities to something else, TypeError as `find_path` does"
+    dense, measured = steps.size({}, cost), isinstance(plan, SensitivityResult | SweepResult)
+    if measured and measured_for(plan) != steps.compression: raise ValueError(f"these are sensitivities to {measured_for(plan)}, which say nothing about {steps.compression}")
+    if measured and steps.plan_unit == "bits": find = lambda budget: (plan.to_bit_plan(steps.model, target_bytes=budget), 1)
     else:
         path = find_path(steps, plan, max_pct)
         counts = cache(lambda i: steps.counts(path(i/fine)))
@@ -409,6 +412,5 @@ def compress_with_layer_sensitivity(
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
     more = {} if gamma is None else dict(gamma=gamma)
     targets = result.to_layer_targets(model, target_pct, min_pct, max_pct, by=by, **more)
-    compression = (result[0] if isinstance(result, SweepResult) else result).compression_type
-    steps = find_steps(copy.deepcopy(model), sample, compression, "bytes", criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+    steps = find_steps(copy.deepcopy(model), sample, measured_for(result), "bytes", criteria=criteria, granularity=granularity, calibration_data=calibration_data)
     return carried_out(steps, targets, "bytes", recalibrate)
