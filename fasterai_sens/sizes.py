@@ -65,7 +65,7 @@ def n_macs(
 # %% ../nbs/16_sizes.ipynb #13b98fe4
 class Steps:
     "How a method makes a model smaller, a smallest step at a time: for methods in percent"
-    compression, plan_unit, costs = None, "percent", ("bytes", "params", "macs")
+    compression, plan_unit, as_is, costs = None, "percent", 0., ("bytes", "params", "macs")   # `as_is`: the level that changes nothing
     def __init__(self,
         model:nn.Module,  # to be made smaller
         sample,           # one example input
@@ -103,14 +103,14 @@ def levels(self:Steps,
     if unit != self.plan_unit: raise ValueError(f"the plan is in {unit}; this method takes {self.plan_unit}")
     at, mine = {u.name: level for u, level in target_units(self.model, LayerTargets(plan, unit)).items()}, {layer.name for u in self.units for layer in u.layers}
     for n, level in at.items():
-        if level and n not in mine: raise ValueError(f"{n} cannot be compressed: {self.refused.get(n, 'it is not among the layers that were named')}")
+        if level != self.as_is and n not in mine: raise ValueError(f"{n} cannot be compressed: {self.refused.get(n, 'it is not among the layers that were named')}")
     return np.array([self._one_level([at[layer.name] for layer in u.layers if layer.name in at], u) for u in self.units], float)
 
 @patch
 def _one_level(self:Steps, found:list, unit)->float:
     "The level that the layers of a unit share"
     if len(set(found)) > 1: raise ValueError(f"{', '.join(layer.name for layer in unit.layers)} lose the same channels, but their targets differ")
-    return found[0] if found else 0.
+    return found[0] if found else self.as_is
 
 # %% ../nbs/16_sizes.ipynb #d6cc6868
 class SparseSteps(Steps):
@@ -197,7 +197,7 @@ def size(self:PrunedSteps,
 # %% ../nbs/16_sizes.ipynb #29c52345
 class QuantizedSteps(Steps):
     "Weights in fewer bits, layer by layer"
-    compression, plan_unit, costs = "quantization", "bits", ("bytes",)
+    compression, plan_unit, as_is, costs = "quantization", "bits", 17., ("bytes",)
     def __init__(self, model, sample, layers=None, *, calibration_data=None, **_):
         units, _ = find_units(model, layers)
         self.calibration_data = calibration_data
@@ -206,7 +206,7 @@ class QuantizedSteps(Steps):
     def counts(self, levels)->np.ndarray: return np.array([sum(b >= level for b in bits) for bits, level in zip(self.bits, levels, strict=True)])
     def plan(self, counts)->LayerTargets: return LayerTargets({u.name: bits[k-1] for u, bits, k in zip(self.units, self.bits, counts.tolist(), strict=True) if k}, "bits")
     def uniform(self, share:float)->np.ndarray: return np.full(len(self.units), 17 - 15*share)
-    def scaled(self, levels, share:float)->np.ndarray: return np.where(levels > 0, levels + 15*(1 - 2*share), 17)
+    def scaled(self, levels, share:float)->np.ndarray: return np.where(levels < 17, levels + 15*(1 - 2*share), 17)
     def size(self, plan, cost:str="bytes")->int:
         "Bytes of the model under `plan`"
         settings = getattr(plan, "settings", {})
