@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['columns', 'allowed_points', 'changed_ci', 'drop_between', 'SizePoint', 'DegradationResult', 'size_point',
-           'check_drop', 'measure_plan', 'plan_name', 'check_sizes', 'analyze_degradation', 'scored', 'baseline_score',
+           'check_drop', 'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score', 'analyze_degradation',
            'allowed_drop', 'CompressionTarget', 'recommend_compression_target', 'identify_critical_layers',
            'Validation', 'find_verdict', 'samples_needed', 'validate_compression_target', 'advise']
 
@@ -226,6 +226,29 @@ def check_sizes(
     return sorted({check_size(s, dense, absolute) for s in sizes}, reverse=True)
 
 # %% ../nbs/17_degradation.ipynb #beca72b9
+def scored(
+    model:nn.Module,  # comes back bit for bit, also if `eval_fn` writes to its weights
+    eval_fn:Callable, # as for `analyze_degradation`
+)->Score:
+    "The score of a model as it is"
+    with leave_no_trace(model): return evaluate(model, eval_fn)
+
+def baseline_score(
+    model:nn.Module,  # untouched model
+    eval_fn:Callable, # as for `analyze_degradation`
+)->Score:
+    "The score of the untouched model. Raises ValueError if it is not finite"
+    base = scored(model, eval_fn)
+    if not math.isfinite(base.value): raise ValueError(f"the metric of the untouched model is {base.value}; nothing can be compared with that")
+    return base
+
+def _progress(steps:list, verbose:bool):
+    "The same steps, behind fastprogress's bar for console or notebook"
+    if not verbose: return steps
+    from fastprogress.fastprogress import progress_bar
+    return progress_bar(steps)
+
+# %% ../nbs/17_degradation.ipynb #a3e0131c
 def analyze_degradation(
     model:nn.Module,      # trained model; comes back bit for bit
     sample,               # example input: a tensor, a tuple, or a dict of keyword inputs
@@ -255,28 +278,6 @@ def analyze_degradation(
         score, ms = measure_plan(steps, p, eval_fn, around, runs) if p else (base, 1000*latency(model, sample, runs) if runs else None)
         points.append(size_point(target, steps.size(p, cost), dense, base, score, higher_is_better, latency_ms=ms, plan=p))
     return DegradationResult(compression, cost, dense, base.value, points, metric_name, higher_is_better, dict(plan=plan_name(plan), recalibrated=recalibrate is not None))
-
-def scored(
-    model:nn.Module,  # comes back bit for bit, also if `eval_fn` writes to its weights
-    eval_fn:Callable, # as for `analyze_degradation`
-)->Score:
-    "The score of a model as it is"
-    with leave_no_trace(model): return evaluate(model, eval_fn)
-
-def baseline_score(
-    model:nn.Module,  # untouched model
-    eval_fn:Callable, # as for `analyze_degradation`
-)->Score:
-    "The score of the untouched model. Raises ValueError if it is not finite"
-    base = scored(model, eval_fn)
-    if not math.isfinite(base.value): raise ValueError(f"the metric of the untouched model is {base.value}; nothing can be compared with that")
-    return base
-
-def _progress(steps:list, verbose:bool):
-    "The same steps, behind fastprogress's bar for console or notebook"
-    if not verbose: return steps
-    from fastprogress.fastprogress import progress_bar
-    return progress_bar(steps)
 
 # %% ../nbs/17_degradation.ipynb #3ec8d76d
 allowed_points = dict(safety_critical=1, medical_diagnosis=2, standard_classification=5, ranking_recommendation=10, generative_creative=15)

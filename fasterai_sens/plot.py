@@ -134,7 +134,7 @@ def plot(self:DegradationResult,
     if self.knee: ax.plot(self.knee.size_pct, self.knee.metric, "*", color="0.2", markersize=14, zorder=3, label=f"knee, {self.knee.size_pct:.3g} %")
     for name, metric in _limits(self, allowed).items():
         ax.axhline(metric, color="0.5", linestyle="--", linewidth=1)
-        ax.annotate(f"{name}, {metric:.4g}", (.995, metric), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color="0.35")
+        ax.annotate(f"{name}, {metric:.4g}", (.995, metric), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="0.35")
     ax.set(xlabel=f"size (% of {self.dense_size:,} {self.cost})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
     ax.invert_xaxis()
     ax.grid(alpha=.3)
