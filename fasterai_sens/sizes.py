@@ -339,7 +339,7 @@ def check_size(
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf: raise ValueError(f"a size is a number above 0, or text such as '25 %'; got {size!r}")
     if absolute and not text: return float(value)
     if value > 100: raise ValueError(f"a size is in percent, at most 100; got {size!r}; for that many bytes, parameters or multiply-accumulates say absolute=True")
-    return dense*check_pct(value, "size")/100
+    return dense*check_pct(value, "size", computed=text is not None)/100
 
 # %% ../nbs/16_sizes.ipynb #950cb486
 @dataclass(repr=False)
