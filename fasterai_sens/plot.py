@@ -128,15 +128,15 @@ def plot(self:DegradationResult,
     ax, good = new_axes(figsize, ax), [p for p in self.points if math.isfinite(p.metric)]
     better, worse = ([0 if p.ci is None else abs(end(p.ci) - p.drop) for p in good] for end in (min, max))
     half = [worse, better] if self.higher_is_better else [better, worse]
-    ax.errorbar([p.size_pct for p in good], [p.metric for p in good], yerr=half, marker="o", capsize=3, label=f"{self.compression}{', ' + self.settings['plan'] if 'plan' in self.settings else ''}")
+    color = ax.errorbar([p.size_pct for p in good], [p.metric for p in good], yerr=half, marker="o", capsize=3, label=self.title)[0].get_color()
     broken = [p.size_pct for p in self.points if p not in good]
     if broken: ax.plot(broken, [.03]*len(broken), "rx", transform=ax.get_xaxis_transform(), label="metric not finite")
-    if self.knee: ax.plot(self.knee.size_pct, self.knee.metric, "*", color="0.2", markersize=14, zorder=3, label=f"knee, {self.knee.size_pct:.3g} %")
+    if self.knee: ax.plot(self.knee.size_pct, self.knee.metric, "*", color=color, markeredgecolor="k", markersize=15, zorder=3, label=f"knee, {self.knee.size_pct:.3g} %")
     for name, metric in _limits(self, allowed).items():
         ax.axhline(metric, color="0.5", linestyle="--", linewidth=1)
         ax.annotate(f"{name}, {metric:.4g}", (.995, metric), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="0.35")
     ax.set(xlabel=f"size (% of {self.dense_size:,} {self.cost})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
-    ax.invert_xaxis()
+    ax.xaxis.set_inverted(True)
     ax.grid(alpha=.3)
     ax.legend(fontsize=8)
     return ax
