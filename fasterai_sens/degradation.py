@@ -123,7 +123,7 @@ def size_point(
 )->SizePoint:
     "All figures of one size. Raises ValueError if the samples are not the same each time"
     drop, stderr, ci = drop_between(base, score, higher_is_better)
-    return SizePoint(target, size, 100*size/dense, score.value, drop, stderr, ci, dense/size, None if size >= dense else drop/(1 - size/dense), objective=score.objective, **more)
+    return SizePoint(target, size, 100*size/dense, score.value, drop, stderr, ci, dense/size if size else math.inf, None if size >= dense else drop/(1 - size/dense), objective=score.objective, **more)
 
 # %% ../nbs/17_degradation.ipynb #f2a27694
 columns = ("size_pct", "size", "ratio", "metric", "drop", "low", "high", "efficiency", "latency_ms")

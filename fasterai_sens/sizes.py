@@ -359,7 +359,7 @@ class Compressed:
     @property
     def ratio(self)->float:
         "How many times smaller it is"
-        return self.dense_size/self.size
+        return self.dense_size/self.size if self.size else math.inf
     def __repr__(self): return f"Compressed({self.compression}, {self.size:,} of {self.dense_size:,} {self.cost}, {self.size_pct:.4g} %, {len(self.plan)} layers)"
 
 def carried_out(

@@ -32,6 +32,7 @@ from fasterai_sens import (
     quantize_model,
     recommend_compression_target,
     validate_compression_target,
+    wanda,
 )
 from fasterai_sens.degradation import DegradationResult, allowed_points, drop_between, size_point
 from fasterai_sens.evaluate import Score
@@ -68,7 +69,14 @@ def attention_net():
     return Net(lambda m, t: m.fc(m.att(*[m.a(t).flatten(2).mT]*3)[0].mean(1)), a=nn.Conv2d(3, 8, 1), att=nn.MultiheadAttention(8, 2, batch_first=True), fc=nn.Linear(8, 5)).eval()
 
 
-zoo = {"plain": small_net, "tied": tied_net, "residual": residual_net, "attention": attention_net}
+def transposed_net():
+    """A transposed convolution, whose weight has its inputs first, and one in groups, which cannot lose channels"""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv2d(6, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(800, 5)).eval()
+
+
+far = {("attention", "macs", "sparsity"): (100, 95), ("transposed", "macs", "pruning"): (100, 80)}   # what cannot be compressed is most of these
+zoo = {"plain": small_net, "transposed": transposed_net, "tied": tied_net, "residual": residual_net, "attention": attention_net}
 
 
 def loss_of(net):
@@ -97,7 +105,7 @@ def test_budget_is_met_and_the_model_stays(name, cost, compression):
     """Every budget is met by the counted model, which `Pruner` or `Sparsifier` makes of the same plan, in few tries."""
     net = zoo[name]()
     before = fingerprint(net)
-    for pct in (100, 95) if (name, cost, compression) == ("attention", "macs", "sparsity") else (100, 90, 55, 40):   # attention is counted in full there
+    for pct in far.get((name, cost, compression), (100, 90, 55, 40)):
         small = compress_to_size(net, x[:1], pct, compression, cost=cost)
         assert changes(before, fingerprint(net)) == [] and small.model is not net
         assert small.size <= pct/100*small.dense_size and small.tries <= 24
@@ -197,6 +205,21 @@ def test_out_of_reach_says_what_is_possible():
     with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'macs' for pruning"): compress_to_size(net, x[:1], 50, cost="flops")
 
 
+def test_blocks_criteria_and_layers():
+    """Whole filters, a criterion that looks at data, and some of the layers: as `Sparsifier` does it, and counted from the tensors."""
+    net = small_net()
+    small = compress_to_size(net, x[:1], 60, "sparsity", cost="params", granularity="filter", criteria=wanda, calibration_data=x, layers=["0", "3"])
+    again = copy.deepcopy(net)
+    Sparsifier(again, granularity="filter", criteria=wanda, calibration_data=x).sparsify_model(small.plan)
+    assert torch.equal(again[3].weight, small.model[3].weight) and torch.equal(again[6].weight, net[6].weight)
+    assert counted(small.model, "params") == small.size <= .6*small.dense_size and set(small.plan) <= {"0", "3"}
+    assert all((f == 0).all() or (f != 0).all() for f in small.model[3].weight)
+    with pytest.raises(KeyError, match="unknown layer 'conv'"): compress_to_size(net, x[:1], 60, layers=["conv"])
+    with pytest.raises(ValueError, match="leave granularity='row' away"): compress_to_size(net, x[:1], 60, granularity="row")
+    fixed = compress_to_size(net, x[:1], 60, recalibrate=x)
+    assert not torch.equal(fixed.model[1].running_mean, compress_to_size(net, x[:1], 60).model[1].running_mean)
+
+
 def test_already_sparse_weights_are_not_counted_twice():
     """A model that is half zeros has a size of its own, and zeros go first."""
     net = small_net()
@@ -279,6 +302,14 @@ def test_one_evaluation_a_size_and_nothing_left_behind():
     with pytest.raises(ValueError, match="eval_fn changed the weights"): analyze_degradation(net, x[:1], writes, [50], verbose=False)
     with pytest.raises(ValueError, match="eval_fn changed the weights"): validate_compression_target(net, net, writes, .1)
     assert changes(before, fingerprint(net)) == []
+
+
+def test_nothing_left():
+    """All weights gone is a size, too: infinitely smaller."""
+    net = nn.Sequential(nn.Linear(4, 2, bias=False)).eval()
+    assert compress_to_size(net, torch.ones(1, 4), 10, "sparsity", cost="params").ratio == math.inf
+    curve = analyze_degradation(net, torch.ones(1, 4), lambda m: float(m[0].weight.abs().sum()), [10, 50], "sparsity", cost="params", verbose=False, runs=0)
+    assert [(p.size, p.ratio, p.size_pct) for p in curve] == [(4, 2, 50), (0, math.inf, 0)] and curve[1].drop == curve[1].efficiency == pytest.approx(curve.baseline_metric)
 
 
 def test_metrics_that_break_and_pairs():
