@@ -329,6 +329,7 @@ class CompressionTarget:
     expected_metric:float|None=None # at that size
     expected_ci:tuple|None=None     # its 95 % interval
     advice:str=""           # what to do
+    higher_is_better:bool=True # direction of the metric
     def __repr__(self):
         size = "" if self.point is None else f", take {self.point.size_pct:.1f} %, expect {self.expected_metric:.4f}" + ("" if self.expected_ci is None else f" [{self.expected_ci[0]:.4f}, {self.expected_ci[1]:.4f}]")
         return f"CompressionTarget({self.task or 'own'}: drop at most {self.allowed_drop:.4g}, so {self.worst_metric:.4g}{size}{self.advice and f'; {self.advice}'})"
@@ -350,7 +351,7 @@ def recommend_compression_target(
     if curve is not None and higher_is_better not in (None, curve.higher_is_better): raise ValueError(f"higher_is_better is {curve.higher_is_better} for the curve; leave it out")
     up = curve.higher_is_better if curve is not None else higher_is_better in (None, True)
     allowed, sign = allowed_drop(task, base, max_drop, max_drop_pct, full_scale), 1 if up else -1
-    target = CompressionTarget(allowed, float(base), base - sign*allowed, task)
+    target = CompressionTarget(allowed, float(base), base - sign*allowed, task, higher_is_better=up)
     if curve is None: return target
     target.point, target.advice = curve.smallest_within(allowed, sure), _advice(curve, allowed, sure)
     if target.point: target.expected_metric = base - sign*target.point.drop
@@ -402,6 +403,7 @@ class Validation:
         "Plain dictionary of all fields"
         return asdict(self)
 
+# %% ../nbs/17_degradation.ipynb #514e39e9
 def find_verdict(
     drop:float,  # measured
     ci,          # its 95 % interval, or None
@@ -431,19 +433,22 @@ def validate_compression_target(
     compressed,           # the compressed model, or what `compress_to_size` returned
     eval_fn:Callable,     # model -> number or, better, per-sample scores, on data not used for choosing
     allowed,              # most that the metric may get worse, in its own units; a task; or a `CompressionTarget`
-    *, higher_is_better:bool=True, metric_name:str="accuracy", # direction of the metric, and its name
+    *, higher_is_better=None, # direction of the metric; None: that of the `CompressionTarget`, else True
+    metric_name:str="accuracy", # for display
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
     "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, or if the samples differ"
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
+    up = getattr(allowed, "higher_is_better", higher_is_better in (None, True))
+    if higher_is_better not in (None, up): raise ValueError(f"higher_is_better is {up} for the target; leave it out")
     getattr(eval_fn, "new_baseline", lambda: None)()
     base = baseline_score(baseline, eval_fn) if isinstance(baseline, nn.Module) else as_score(baseline)
     if not math.isfinite(base.value): raise ValueError(f"the metric of the untouched model is {base.value}; nothing can be compared with that")
     most = allowed.allowed_drop if isinstance(allowed, CompressionTarget) else allowed_drop(allowed, base.value) if isinstance(allowed, str) else check_drop(allowed)
     other = scored(model, eval_fn)
-    drop, stderr, ci = drop_between(base, other, higher_is_better)
+    drop, stderr, ci = drop_between(base, other, up)
     v = Validation(find_verdict(drop, ci, most), other.value, base.value, drop, most, stderr, ci, None if base.samples is None else len(base.samples), metric_name=metric_name)
-    if v.verdict.startswith("not") and (needed := samples_needed(lambda n: ci_with(base, other, higher_is_better, n), most, v.n)): v.more_samples = needed - v.n
+    if v.verdict.startswith("not") and (needed := samples_needed(lambda n: ci_with(base, other, up, n), most, v.n)): v.more_samples = needed - v.n
     v.advice = advise(v, [] if sensitivities is None else [n for n in identify_critical_layers(sensitivities) if plan is None or plan.get(n)][:3])
     return v
 

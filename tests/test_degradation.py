@@ -388,8 +388,9 @@ def test_verdicts_need_data():
     assert failed.verdict == "fails" and "compress 3, 0 less" in failed.advice[0]
     assert validate_compression_target(answers(50, 0), net, lambda m: float("nan")*answers(50, 0), .05).verdict == "fails"
     with pytest.raises(ValueError, match="untouched model is nan"): validate_compression_target(float("nan"), net, lambda m: .5, .05)
-    lower = validate_compression_target(.2, net, lambda m: .3, recommend_compression_target(max_drop=.05, baseline=.2, higher_is_better=False), higher_is_better=False)
+    lower = validate_compression_target(.2, net, lambda m: .3, target := recommend_compression_target(max_drop=.05, baseline=.2, higher_is_better=False))
     assert lower.verdict == "fails" and lower.drop == pytest.approx(.1)
+    with pytest.raises(ValueError, match="is False for the target"): validate_compression_target(.2, net, lambda m: .3, target, higher_is_better=True)
 
 
 def test_critical_layers_of_a_sweep():
