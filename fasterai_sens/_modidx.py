@@ -858,6 +858,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.QuantizedSteps.counts': ( 'sizes.html#quantizedsteps.counts',
                                                                                     'fasterai_sens/sizes.py'),
+                                     'fasterai_sens.sizes.QuantizedSteps.levels': ( 'sizes.html#quantizedsteps.levels',
+                                                                                    'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.QuantizedSteps.plan': ( 'sizes.html#quantizedsteps.plan',
                                                                                   'fasterai_sens/sizes.py'),
                                      'fasterai_sens.sizes.QuantizedSteps.scaled': ( 'sizes.html#quantizedsteps.scaled',

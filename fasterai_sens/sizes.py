@@ -203,6 +203,12 @@ class QuantizedSteps(Steps):
         self.calibration_data = calibration_data
         self.bits = [[b for b in range(16, 1, -1) if packed_bytes(u, b) < u.weight.numel()*u.weight.element_size()] for u in units]
         super().__init__(model, sample, units, [len(b) for b in self.bits])
+    def levels(self, plan)->np.ndarray:
+        "The bits of each layer. Raises ValueError for a plan that was measured with settings that it would lose, else as for the other methods"
+        usual = dict(per_channel=True, group_size=None, symmetric=True, activations=None)
+        odd = {k: v for k, v in getattr(plan, "settings", {}).items() if v != usual.get(k, v)}
+        if odd: raise ValueError(f"the plan was measured with {', '.join(f'{k}={v!r}' for k, v in odd.items())}, which it would lose if it were scaled; pass the sweep that it is from, or dict(plan)")
+        return super().levels(plan)
     def counts(self, levels)->np.ndarray: return np.array([sum(b >= level for b in bits) for bits, level in zip(self.bits, levels, strict=True)])
     def plan(self, counts)->LayerTargets: return LayerTargets({u.name: bits[k-1] for u, bits, k in zip(self.units, self.bits, counts.tolist(), strict=True) if k}, "bits")
     def uniform(self, share:float)->np.ndarray: return np.full(len(self.units), 17 - 15*share)
