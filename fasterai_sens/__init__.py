@@ -24,6 +24,13 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
+from .degradation import (
+    DegradationResult,
+    analyze_degradation,
+    identify_critical_layers,
+    recommend_compression_target,
+    validate_compression_target,
+)
 from .evaluate import Divergence, evaluation, kl_from
 from .inference import split_plan, to_torchao_config
 from .joint import search_plan
@@ -33,6 +40,7 @@ from .quantize import Quantized, quantize_model
 from .results import BitPlan, LayerSensitivity, LayerTargets, Plan, SensitivityResult, SweepResult
 from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .search import Recalibrated, SearchResult, reestimate_norms, search_targets
+from .sizes import compress_to_size, compress_with_layer_sensitivity
 from .sparsify import Sparse, Sparsifier
 from .state import Perturbation, changes, fingerprint, leave_no_trace, method
 from .topology import ChannelDependency, fix_mask_conflict, not_safe_to_prune

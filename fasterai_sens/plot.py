@@ -7,10 +7,12 @@ __all__ = ['shares', 'new_axes', 'plot_predicted']
 
 # %% ../nbs/19_plot.ipynb #cce82a02
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from fastcore.basics import patch
 
+from .degradation import DegradationResult, allowed_drop, allowed_points
 from .results import LayerTargets, SensitivityResult, SweepResult, damage, in_bits, label, plan_basis
 from .schedules import Schedule
 from .search import SearchResult
@@ -108,6 +110,37 @@ def plot(self:SweepResult,
     baseline = f"{self[0].metric_name} {self[0].baseline_metric:.4f}" if by == "metric" else f"{self[0].objective_name} {self[0].baseline_objective:.4f}"
     fig.suptitle(f"{self[0].compression_type}, one layer at a time (baseline {baseline})")
     return axes
+
+# %% ../nbs/19_plot.ipynb #e8cb061f
+def _limits(curve:DegradationResult, allowed)->dict:
+    "Label -> metric that is just allowed"
+    sign = 1 if curve.higher_is_better else -1
+    if allowed is None: allowed = {t: allowed_drop(t, curve.baseline_metric) for t in allowed_points} if 0 <= curve.baseline_metric <= 100 else {}
+    drops = allowed if isinstance(allowed, Mapping) else {f"drop {allowed:g}": allowed}
+    return {label: curve.baseline_metric - sign*d for label, d in drops.items()}
+
+@patch
+def plot(self:DegradationResult,
+    allowed=None,    # drop that is allowed, or label -> such a drop, in units of the metric; None: those of the tasks in `allowed_points`
+    figsize=(8, 4),  # width and height in inches, if `ax` is None
+    ax=None,         # Axes to draw into
+):                   # matplotlib Axes
+    "The metric at each size, with what may be lost"
+    ax, good = new_axes(figsize, ax), [p for p in self.points if math.isfinite(p.metric)]
+    better, worse = ([0 if p.ci is None else abs(end(p.ci) - p.drop) for p in good] for end in (min, max))
+    half = [worse, better] if self.higher_is_better else [better, worse]
+    color = ax.errorbar([p.size_pct for p in good], [p.metric for p in good], yerr=half, marker="o", capsize=3, label=self.title)[0].get_color()
+    broken = [p.size_pct for p in self.points if p not in good]
+    if broken: ax.plot(broken, [.03]*len(broken), "rx", transform=ax.get_xaxis_transform(), label="metric not finite")
+    if self.knee: ax.plot(self.knee.size_pct, self.knee.metric, "*", color=color, markeredgecolor="k", markersize=15, zorder=3, label=f"knee, {self.knee.size_pct:.3g} %")
+    for name, metric in _limits(self, allowed).items():
+        ax.axhline(metric, color="0.5", linestyle="--", linewidth=1)
+        ax.annotate(f"{name}, {metric:.4g}", (.995, metric), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="0.35")
+    ax.set(xlabel=f"size (% of {self.dense_size:,} {self.cost})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
+    ax.xaxis.set_inverted(True)
+    ax.grid(alpha=.3)
+    ax.legend(fontsize=8)
+    return ax
 
 # %% ../nbs/19_plot.ipynb #326c643a
 def plot_predicted(

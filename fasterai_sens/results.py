@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['in_turn', 'check_pct', 'check_bits', 'check_count', 'unknown_name', 'format_table', 'LayerSensitivity', 'plan_basis',
            'damage', 'SensitivityResult', 'in_bits', 'level_text', 'label', 'write_json', 'read_json', 'revive',
-           'SweepResult', 'LayerTargets', 'BitPlan', 'Plan']
+           'SweepResult', 'LayerTargets', 'BitPlan', 'as_targets', 'Plan']
 
 # %% ../nbs/01_results.ipynb #df794bab
 import json
@@ -442,18 +442,23 @@ def as_fractions(self:LayerTargets)->dict: # layer name -> 0..1
     return {k: v/100 for k, v in self.items()}
 
 @patch
+def as_dict(self:LayerTargets)->dict:
+    "Plain dictionary of targets, unit and whatever else they carry"
+    return {**vars(self), "targets": dict(self)}
+
+@patch
 def to_json(self:LayerTargets,
     path, # file to write
 ):
     "Write targets, unit and whatever else they carry to a JSON file"
-    write_json(path, "LayerTargets", {**vars(self), "targets": dict(self)})
+    write_json(path, "LayerTargets", self.as_dict())
 
 @patch(cls_method=True)
 def from_json(cls:LayerTargets,
     path, # file that `to_json` wrote
 )->LayerTargets:
     "Read targets back, a `BitPlan` as one. Raises ValueError if the file holds other targets than were asked for"
-    found = read_json(path, "LayerTargets", _targets)
+    found = read_json(path, "LayerTargets", as_targets)
     if not isinstance(found, cls): raise ValueError(f"{path} holds targets in {found.unit} with nothing beside them, not a {cls.__name__}")
     return found
 
@@ -472,10 +477,12 @@ class BitPlan(LayerTargets):
         self.size_bytes, self.predicted_metric, self.metric_name = size_bytes, predicted_metric, metric_name
         self.settings, self.weights = dict(settings), dict(weights)
 
-def _targets(data:dict)->LayerTargets:
-    "Targets from the plain dictionary that `to_json` writes"
-    levels, unit = data.pop("targets"), data.pop("unit")
-    return BitPlan(levels, **revive(data)) if data else LayerTargets(levels, unit)
+def as_targets(
+    data:dict,      # what `as_dict` returned, perhaps through a file
+)->LayerTargets:    # a `BitPlan` if there is more in it than targets
+    "Targets from their plain dictionary"
+    more = {k: v for k, v in data.items() if k not in ("targets", "unit")}
+    return BitPlan(data["targets"], **revive(more)) if more else LayerTargets(data["targets"], data["unit"])
 
 # %% ../nbs/01_results.ipynb #24d90424
 in_turn = "pruning", "sparsity", "quantization"   # in which methods are carried out
