@@ -33,6 +33,7 @@ from .measure import evaluate
 from .plot import plot_stages
 from .prune import Pruner, model_size, resolve
 from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_pct, format_table, read_json, revive, write_json
+from .search import reestimate_norms
 from .sparsify import Sparsifier, sparsity_report
 from .state import keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
 
@@ -190,7 +191,7 @@ class RecoveryResult:
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of the metric
     skipped:list=field(default_factory=list) # (name, reason) of what no stage compresses
-    settings:dict=field(default_factory=dict) # criteria, granularity
+    settings:dict=field(default_factory=dict) # criteria, granularity, recalibrated
     def __post_init__(self): self.skipped = [tuple(s) for s in self.skipped]
     def __repr__(self):
         return f"RecoveryResult({self.compression}, {self.where}, {self.metric_name} {self.baseline_metric:.4f} -> {self.metric:.4f})"
@@ -326,9 +327,9 @@ def run_stages(
     plan:list,           # of (percent, epochs), the stages
     make:Callable,       # () -> `SparseStages` or `PrunedStages`
     eval_fn:Callable,    # model -> per-sample scores or a number
+    train:Callable,      # (epochs, `HoldStage`) -> None, what follows on each compression
     sample,              # one example input
     on_step:Callable,    # called after each compression, with a text, and after each epoch
-    lr, **fit_kwargs,    # for `fine_tune`
 ):
     "Compress, evaluate, fine-tune, evaluate; then on to the next stage, or back to the last good one"
     cbs, restore, score = list(learn.cbs), remember(learn), lambda: evaluate(learn.model, eval_fn)
@@ -342,8 +343,8 @@ def run_stages(
             steps.compress(i)
             compressed = score()
             on_step(f"{level:g} %: {result.metric_name} {compressed.value:.4f}")
-            fine_tune(learn, epochs, lr, HoldStage(steps.hold, on_step), **fit_kwargs)
-            scores = before, compressed, score() if epochs else compressed
+            train(epochs, HoldStage(steps.hold, on_step))
+            scores = before, compressed, score()
             result.history.append(_row(learn, sample, base, scores, result, stage=i+1, level=level, epochs=epochs) | dict(seconds=perf_counter() - start))
             result.skipped = steps.skipped
             if not result.history[-1]["passed"]: break
@@ -374,6 +375,7 @@ def gradual_degradation_recovery(
     criteria=large_final,  # which weights or channels matter
     granularity="weight",  # sparsity: block size, or an n:m pattern
     dl=None,               # data for the metric; None: the validation set
+    recalibrate=None,      # data: batch-norm statistics are estimated anew on it after each fine-tuning, see `reestimate_norms`
     verbose=True,          # show a progress bar
     **fit_kwargs,          # for `fit_one_cycle`: cbs, wd, ...
 )->RecoveryResult:
@@ -383,8 +385,10 @@ def gradual_degradation_recovery(
     check_drop(max_drop)
     targets, higher = stage_targets(learn.model, levels, compression, plan), not falls(metric, name) if higher_is_better is None else higher_is_better
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, learn.dls.train)
-    result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=dict(criteria=c.name, granularity=granularity))
-    make = lambda: kinds[compression](learn, targets, c, granularity, sample)
-    run_stages(learn, result, list(zip(levels, epochs, strict=True)), make, eval_fn, sample, _progress(len(levels) + sum(epochs), verbose), lr, **fit_kwargs)
+    result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=dict(criteria=c.name, granularity=granularity, recalibrated=recalibrate is not None))
+    def train(n, holder):
+        fine_tune(learn, n, lr, holder, **fit_kwargs)
+        if recalibrate is not None: reestimate_norms(learn.model, recalibrate, sample)
+    run_stages(learn, result, list(zip(levels, epochs, strict=True)), lambda: kinds[compression](learn, targets, c, granularity, sample), eval_fn, train, sample, _progress(len(levels) + sum(epochs), verbose))
     result.stopped = _why(result)
     return result
