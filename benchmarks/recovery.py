@@ -1,6 +1,6 @@
 """Sparsity in stages against one shot with the same total number of epochs, on images that no plan has seen.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/recovery.py [--models resnet18 small] [--seeds 0 1 2] [--stages 40 60 80 90 95] [--at 90 95] [--epochs 1] [--lr 1e-3] [--plans uniform sweep]
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/recovery.py [--models small resnet18] [--seeds 0 1 2] [--stages 40 60 80 90 95] [--at 90 95] [--epochs 2] [--lr 1e-3] [--plans uniform sweep]
 
 Each model is trained on scikit-learn's digits, once for each seed; `small` has four convolutions, other names are torchvision's. `stages` makes it sparse in all stages, with `--epochs` of fine-tuning after each; `one shot` makes the
 same trained model as sparse as a stage in `--at` at once, and fine-tunes it in one cycle for as many epochs as the stages took up to there. Both are `gradual_degradation_recovery`, the second with one stage. The plan is the
@@ -62,9 +62,10 @@ def compare(name, seed, args):
     start, learn = perf_counter(), trained(name, seed, args.training)
     plans = {"uniform": None}
     if "sweep" in args.plans: plans["sweep"] = SensitivityAnalyzer.from_learner(learn).sweep("sparsity", (50, 75, 90, 95, 99), verbose=False)
+    each = args.epochs*len(args.stages) if len(args.epochs) == 1 else args.epochs
+    spent = {at: sum(each[:args.stages.index(at) + 1]) for at in args.at}
     for plan in args.plans:
-        spent = {at: args.epochs*(args.stages.index(at) + 1) for at in args.at}
-        found = {"stages": accuracies(learn, args.stages, args.epochs, seed, lr=args.lr, plan=plans[plan]), "one shot": {}}
+        found = {"stages": accuracies(learn, args.stages, each, seed, lr=args.lr, plan=plans[plan]), "one shot": {}}
         for at in args.at: found["one shot"] |= accuracies(learn, [at], spent[at], seed, lr=args.lr, plan=plans[plan])
         print(f"{name}, seed {seed}, {plan}, {perf_counter() - start:.0f} s: {found}", flush=True)
         for how, at in ((h, a) for h in found for a in args.at):
@@ -82,18 +83,18 @@ def table(rows):
 def main():
     """Train, make sparse both ways, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["resnet18", "small"], help="`small`, or of torchvision, called with num_classes=10")
+    parser.add_argument("--models", nargs="+", default=["small", "resnet18"], help="`small`, or of torchvision, called with num_classes=10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one training each")
     parser.add_argument("--training", type=int, default=5, help="epochs of training before")
     parser.add_argument("--stages", type=float, nargs="+", default=[40., 60., 80., 90., 95.], help="percent")
     parser.add_argument("--at", type=float, nargs="+", default=[90., 95.], help="the stages to compare at, percent")
-    parser.add_argument("--epochs", type=int, default=1, help="of fine-tuning after each stage")
+    parser.add_argument("--epochs", type=int, nargs="+", default=[2], help="of fine-tuning after each stage: one number, or one a stage")
     parser.add_argument("--lr", type=float, default=1e-3, help="largest learning rate of each one-cycle")
     parser.add_argument("--plans", nargs="+", default=["uniform", "sweep"], choices=["uniform", "sweep"])
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = [r for name in args.models for seed in args.seeds for r in compare(name, seed, args)]
-    print(f"\naccuracy on 300 held-out images, {args.epochs} epochs a stage, lr {args.lr:g}\n\n{table(rows).to_string(float_format=lambda v: f'{v:.3f}')}")
+    print(f"\naccuracy on 300 held-out images, {' '.join(map(str, args.epochs))} epochs a stage, lr {args.lr:g}\n\n{table(rows).to_string(float_format=lambda v: f'{v:.3f}')}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from .measure import evaluate
 from .plot import plot_stages
 from .prune import Pruner, model_size, resolve
 from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_pct, format_table, read_json, revive, write_json
-from .search import reestimate_norms
+from .search import Recalibrated, reestimate_norms
 from .sparsify import Sparsifier, sparsity_report
 from .state import keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
 
@@ -142,7 +142,7 @@ class PrunedStages:
         i:int, # number of the stage, from 0
     ):
         "Take out what a stage takes beyond the one before"
-        if i and self.criteria.needs in collectors: self.pruner.criteria = bind(self.criteria, self.pruner.model, all_units(self.pruner.model)[0], *self.data)
+        if i and self.criteria.needs in collectors and self.criteria.refs is None: self.pruner.criteria = bind(self.criteria, self.pruner.model, all_units(self.pruner.model)[0], *self.data)
         self.pruner.targets, self.pruner.share = self.levels[i], 0.
         self.pruner.prune_to(1)
     def hold(self):
@@ -308,7 +308,7 @@ def _progress(total:int, verbose:bool)->Callable:
     bar.update(0)
     def on_step(text=None):
         if text: bar.comment = text
-        bar.update(next(done))
+        bar.update(next(done, total))
     return on_step
 
 def _row(learn, sample, base:Score, scores:tuple, result, **stage)->dict:
@@ -386,6 +386,8 @@ def gradual_degradation_recovery(
     targets, higher = stage_targets(learn.model, levels, compression, plan), not falls(metric, name) if higher_is_better is None else higher_is_better
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, learn.dls.train)
     result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=dict(criteria=c.name, granularity=granularity, recalibrated=recalibrate is not None))
+    if recalibrate is not None:
+        with Recalibrated(recalibrate, sample)(learn.model): pass   # raises if it cannot be done, before anything is trained
     def train(n, holder):
         fine_tune(learn, n, lr, holder, **fit_kwargs)
         if recalibrate is not None: reestimate_norms(learn.model, recalibrate, sample)

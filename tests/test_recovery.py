@@ -195,16 +195,20 @@ def test_pruned_history_by_hand():
     check_usable(learn)
 
 
-def test_recalibrated():
-    """Statistics at the end of a stage are those of the data given; the weights are the same as without."""
+@pytest.mark.parametrize("compression", ["sparsity", "pruning"])
+def test_recalibrated(compression):
+    """Batch-norm statistics at the end of a stage are those of the data given, and the metric was measured with them."""
+
+    def off(model):
+        with torch.no_grad():
+            return (model.norm.running_mean - model.stem(parts()[0].tensors[0]).mean((0, 2, 3))).abs().max().item()
+
     plain, learn = learner(), learner()
-    recover(plain, (60,))
-    found = recover(learn, (60,), recalibrate=learn.dls.train)
-    assert torch.equal(plain.model.conv1.weight, learn.model.conv1.weight) and found.settings["recalibrated"]
-    with torch.no_grad():
-        out = learn.model.stem(parts()[0].tensors[0])
-    assert torch.allclose(learn.model.norm.running_mean, out.mean((0, 2, 3)), atol=1e-5)
-    assert not torch.allclose(plain.model.norm.running_mean, out.mean((0, 2, 3)), atol=1e-3)
+    recover(plain, (30, 60), compression=compression)
+    found = recover(learn, (30, 60), compression=compression, recalibrate=learn.dls.train)
+    assert off(learn.model) < 1e-4 < 1e-2 < off(plain.model) and found.settings["recalibrated"]
+    assert found.metric == pytest.approx(correct(learn.model).mean().item(), abs=1e-6)
+    check_usable(learn)
 
 
 def test_json_and_table(tmp_path):
@@ -441,6 +445,7 @@ def test_criteria(compression):
         (dict(metric="accuracy"), TypeError, "metric is a function"),
         (dict(metric=lambda p, t: p.sum() * math.nan), ValueError, "nothing can be compared"),
         (dict(epoch=3), TypeError, "epoch"),
+        (dict(recalibrate=[]), ValueError, "calibration_data is empty"),
     ],
 )
 def test_errors_leave_no_trace(kwargs, error, match):
@@ -463,5 +468,9 @@ def test_more_errors():
     with pytest.raises(ValueError, match="pruning replaces them"):
         recover(learn, compression="pruning")
     assert recover(learn, (20,)).best == 20
+    bare = learner(state=None)
+    bare.model.norm = bare.model.norm1 = bare.model.norm2 = nn.Identity()
+    with pytest.raises(ValueError, match="has no batch norm"):
+        recover(bare, recalibrate=bare.dls.train)
     with pytest.warns(UserWarning, match="0.5 is 0.5 percent"):
         recover(learner(), (0.5, 20), epochs=0)
