@@ -46,7 +46,13 @@ from .state import Perturbation, changes, fingerprint, leave_no_trace, method
 from .topology import ChannelDependency, fix_mask_conflict, not_safe_to_prune
 
 # These need fastai, which is imported when one of them is first used.
-_lazy = {"PruneCallback": "callbacks", "QuantizeCallback": "callbacks", "SparsifyCallback": "callbacks"}
+_lazy = {
+    "PruneCallback": "callbacks",
+    "QuantizeCallback": "callbacks",
+    "RecoveryResult": "recovery",
+    "SparsifyCallback": "callbacks",
+    "gradual_degradation_recovery": "recovery",
+}
 
 
 def __getattr__(name):
