@@ -600,6 +600,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fasterai_sens.plans.planned': ('plans.html#planned', 'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.prepare': ('plans.html#prepare', 'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.set_up': ('plans.html#set_up', 'fasterai_sens/plans.py'),
+                                     'fasterai_sens.plans.stepwise': ('plans.html#stepwise', 'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.unit_bytes': ('plans.html#unit_bytes', 'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.unit_macs': ('plans.html#unit_macs', 'fasterai_sens/plans.py'),
                                      'fasterai_sens.plans.within': ('plans.html#within', 'fasterai_sens/plans.py')},

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['counts', 'Compressor', 'dropped', 'unit_bytes', 'unit_macs', 'Choice', 'measured_curves', 'check_limits', 'allowed',
            'choices', 'CostTable', 'option_name', 'planned', 'option_costs', 'count_options', 'check_budgets',
-           'absolute', 'excluding', 'Problem', 'within', 'choose_around', 'improved', 'best_within', 'by_method',
-           'check_pairs', 'prepare', 'cost_table', 'set_up', 'allocate']
+           'absolute', 'excluding', 'Problem', 'within', 'choose_around', 'improved', 'stepwise', 'best_within',
+           'by_method', 'check_pairs', 'prepare', 'cost_table', 'set_up', 'allocate']
 
 # %% ../nbs/15_plans.ipynb #311368f0
 import math
@@ -470,6 +470,7 @@ def choose_around(
     compressor:Compressor, # of the model
     apart:list,      # from `excluding`
     moves=None,      # most choices that may change; None: all
+    gap=None,        # as in `choose`
     tries:int=6,     # how often to ask for more
 )->list|None:        # index of an option, one a choice
     "The best choice within the budgets, with savings as they are around the present one; None if none was found"
@@ -477,7 +478,7 @@ def choose_around(
     rises = {n: [[at[n] - costs[k][i][n]*(k > 0) for at in costs[k]] for k, i in enumerate(picked)] for n in budgets}
     if moves is not None: rises["moves"], ask["moves"] = [[float(j != i) for j in range(len(of))] for i, of in zip(picked, damage, strict=True)], moves
     for _ in range(tries):
-        try: new = choose(damage, rises, ask, apart=apart)
+        try: new = choose(damage, rises, ask, gap, apart)
         except ValueError: return None
         got = compressor.costs(planned([(c, c.levels[i]) for c, i in zip(choices, new, strict=True)]), tuple(budgets))
         over = {n: got[n] - b for n, b in budgets.items() if got[n] > b*(1 + 1e-9)}
@@ -499,6 +500,26 @@ def improved(
         picked = new
     return picked
 
+
+
+# %% ../nbs/15_plans.ipynb #725853b2
+def stepwise(
+    problem:Problem,
+    budgets:dict,    # cost -> number
+    compressor:Compressor, # of the model
+    factor:float=.7, # what a step leaves of the costs
+)->list|None:        # index of an option, one a choice; None if a step found no way on
+    "From the mildest choice down to the budgets, in equal ratios, with savings as they are around the choice so far"
+    picked = [0]*len(problem.choices)
+    start = compressor.costs(planned(problem.options(picked)), tuple(budgets))
+    ratios = {n: min(1., b/start[n]) for n, b in budgets.items()}
+    steps = max(1, math.ceil(math.log(min(ratios.values()))/math.log(factor)))
+    for i in range(1, steps + 1):
+        ask = {n: b if ratios[n] == 1 or i == steps else start[n]*ratios[n]**(i/steps) for n, b in budgets.items()}
+        picked = choose_around([c.damage for c in problem.choices], problem.choices, picked, ask, compressor, problem.apart, gap=1e-3)
+        if picked is None: return None
+    return picked
+
 def best_within(
     problem:Problem,
     budgets:dict,    # cost -> number
@@ -507,12 +528,11 @@ def best_within(
 )->list:             # index of an option, one a choice
     "The best choice within the budgets. Raises ValueError, with what is reachable, if there is none"
     if compressor is None: return within(problem, budgets, actual)
-    starts, why = [], None
-    for p in (problem, problem.only("sparsity", "quantization")):
-        try: starts.append(improved(problem, within(p, budgets, actual), budgets, compressor))
-        except ValueError as e: why = why or e
-    if not starts: raise why
-    return min(starts, key=problem.harm)
+    starts = [stepwise(problem, budgets, compressor)]
+    try: starts.append(within(problem.only("sparsity", "quantization"), budgets, actual))
+    except ValueError: pass   # not without channels
+    found = [improved(problem, picked, budgets, compressor) for picked in starts if picked] or [within(problem, budgets, actual)]
+    return min(found, key=problem.harm)
 
 # %% ../nbs/15_plans.ipynb #1171d781
 def by_method(
