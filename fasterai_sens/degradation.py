@@ -96,7 +96,7 @@ class SizePoint:
 class DegradationResult:
     "A metric over the size of a model, largest size first"
     compression:str            # "sparsity", "pruning" or "quantization"
-    cost:str                   # what size is counted in: "bytes", "params" or "macs"
+    cost:str                   # what size is counted in: "bytes", "params" or "flops"
     dense_size:int             # of the model as it is
     baseline_metric:float      # of the model as it is
     points:list                # of `SizePoint`
@@ -271,7 +271,7 @@ def analyze_degradation(
     eval_fn:Callable,     # model -> number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
     sizes=(100, 80, 60, 40, 20), # at most these: percent of the model as it is, or text such as "25 %"; in any order
     compression="pruning", # "pruning", "sparsity" or "quantization"
-    *, cost="bytes",      # what size is counted in: "bytes", "params" (parameters that are not zero) or "macs" (multiply-accumulates)
+    *, cost="bytes",      # what size is counted in: "bytes", "params" (parameters that are not zero) or "flops" (multiply-accumulates)
     absolute:bool=False,  # sizes are numbers of bytes, parameters or multiply-accumulates
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities, which give each size its own targets
     higher_is_better:bool=True, metric_name:str="accuracy", # direction of the metric, and its name

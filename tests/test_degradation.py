@@ -75,7 +75,7 @@ def transposed_net():
     return nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv2d(6, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(800, 5)).eval()
 
 
-far = {("attention", "macs", "sparsity"): (100, 95), ("transposed", "macs", "pruning"): (100, 80)}   # what cannot be compressed is most of these
+far = {("attention", "flops", "sparsity"): (100, 95), ("transposed", "flops", "pruning"): (100, 80)}   # what cannot be compressed is most of these
 zoo = {"plain": small_net, "transposed": transposed_net, "tied": tied_net, "residual": residual_net, "attention": attention_net}
 
 
@@ -99,7 +99,7 @@ def counted(model, cost):
 
 
 @pytest.mark.parametrize("name", zoo)
-@pytest.mark.parametrize("cost", ["bytes", "params", "macs"])
+@pytest.mark.parametrize("cost", ["bytes", "params", "flops"])
 @pytest.mark.parametrize("compression", ["pruning", "sparsity"])
 def test_budget_is_met_and_the_model_stays(name, cost, compression):
     """Every budget is met by the counted model, which `Pruner` or `Sparsifier` makes of the same plan, in few tries."""
@@ -109,9 +109,9 @@ def test_budget_is_met_and_the_model_stays(name, cost, compression):
         small = compress_to_size(net, x[:1], pct, compression, cost=cost)
         assert changes(before, fingerprint(net)) == [] and small.model is not net
         assert small.size <= pct/100*small.dense_size and small.tries <= 24
-        real = {"macs": lambda m: count_flops_params(m, x[:1], verbose=False)[0], "bytes": n_bytes, "params": lambda m: sum(p.numel() for p in m.parameters())}[cost]
+        real = {"flops": lambda m: count_flops_params(m, x[:1], verbose=False)[0], "bytes": n_bytes, "params": lambda m: sum(p.numel() for p in m.parameters())}[cost]
         if compression == "pruning": assert real(small.model) == small.size
-        elif cost != "macs": assert counted(small.model, cost) == small.size
+        elif cost != "flops": assert counted(small.model, cost) == small.size
         again = copy.deepcopy(net)
         if small.plan and compression == "pruning": Pruner(again, small.plan, example_inputs=x[:1]).prune_model()
         elif small.plan: Sparsifier(again).sparsify_model(small.plan)
@@ -149,7 +149,7 @@ def test_alike_is_alike():
     assert max(sparse.values()) - min(sparse.values()) < 100/216 + 1e-9
     pruned = PrunedSteps(net, x[:1])
     for share in (.3, .5, .8):
-        plan, _ = planner(pruned, "macs")(share*pruned.size({}, "macs"))
+        plan, _ = planner(pruned, "flops")(share*pruned.size({}, "flops"))
         assert abs(plan["0"] - plan["3"]) <= 100/8
     bits = planner(QuantizedSteps(net, x[:1]), "bytes")(.3*n_bytes(net))[0]
     assert set(bits) == {"0", "3", "6"} and max(bits.values()) - min(bits.values()) <= 1
@@ -202,7 +202,7 @@ def test_out_of_reach_says_what_is_possible():
     with pytest.raises(ValueError, match="say absolute=True"): compress_to_size(net, x[:1], 5000)
     with pytest.raises(ValueError, match="can lose channels"): compress_to_size(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3), 50)
     with pytest.raises(TypeError, match="model is an nn.Module"): compress_to_size("net", x[:1], 50)
-    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'macs' for pruning"): compress_to_size(net, x[:1], 50, cost="flops")
+    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning"): compress_to_size(net, x[:1], 50, cost="macs")
 
 
 def test_blocks_criteria_and_layers():
@@ -262,7 +262,7 @@ def test_curve_is_what_measuring_by_hand_gives():
     """Sizes, metric, drop, interval, ratio and efficiency of each point, from a copy that was compressed to it."""
     net = small_net()
     loss, before = loss_of(net), fingerprint(net)
-    for compression, cost in (("pruning", "macs"), ("sparsity", "params"), ("quantization", "bytes")):
+    for compression, cost in (("pruning", "flops"), ("sparsity", "params"), ("quantization", "bytes")):
         sizes = [40, "100 %", 70]
         curve = analyze_degradation(net, x[:1], loss, sizes, compression, cost=cost, higher_is_better=False, metric_name="loss", runs=2, verbose=False)
         assert changes(before, fingerprint(net)) == []
