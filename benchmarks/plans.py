@@ -11,8 +11,8 @@ on for a few batches with the dropped weights held at zero, the same batches for
 estimated anew on 300 training images: before each evaluation of the search, and before every score.
 
 For each plan the tables give mean, standard deviation and worst over the seeds. Then, for the searched plan: its gain over the best of the others by mean (positive is better),
-the standard error of that gain over the seeds, the standard error of one score from the number of held-out samples, and whether it is best, within noise (a loss of at most
-twice the larger of the two), or worse. With `--csv` rows are added to a file as they are measured, and those that are in it already are not measured again, so a long run can be split.
+the standard error of that gain over the seeds, the standard error of one score from the number of held-out samples, and whether it is best, within noise (a loss
+within the 95 % t interval over the seeds, or of at most twice the standard error of one score), or worse. With `--csv` rows are added to a file as they are measured, and those that are in it already are not measured again, so a long run can be split.
 """
 import argparse
 import copy
