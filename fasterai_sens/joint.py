@@ -4,23 +4,24 @@
 
 # %% auto #0
 __all__ = ['steps', 'moves', 'one_round', 'uniform_levels', 'one_ranking', 'PlanMeter', 'start_levels', 'exchange_levels',
-           'plan_ranking', 'search_plan']
+           'search_plan']
 
 # %% ../nbs/16_joint.ipynb #aeedd344
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import combinations
 
 from torch import nn
 
 from .criteria import large_final
-from .evaluate import Score, compare
+from .evaluate import Score
 from .inputs import batches, check_sample
 from .measure import evaluate, untouched
 from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, planned, set_up
 from .prune import in_one_ranking, n_granules
-from .results import Plan, SweepResult, check_count, in_turn
-from .search import Meter, Recalibrated, SearchResult, _progress
+from .results import Plan, check_count, in_turn
+from .search import Meter, Recalibrated, SearchResult, _progress, check_functions, rank_plans
 from .state import leave_no_trace
 
 # %% ../nbs/16_joint.ipynb #05f15a04
@@ -101,12 +102,12 @@ def one_ranking(
     choices:list,  # of `Choice`
     fits:Callable, # {method: level} of each choice -> whether they are within the budgets
 )->list|None:      # {method: level} of each choice; None if the harshest does not fit
-    "The fewest channels, by one ranking over all groups, that fit; no group goes beyond what was measured for it"
-    free = {c.name: c.levels[-1]["pruning"] for c in choices if c.is_group}
+    "The fewest channels, by one ranking over all groups, that fit; every group stays within what was measured for it"
+    free = {c.name: (c.levels[0].get("pruning", 0.), c.levels[-1]["pruning"]) for c in choices if c.is_group}
     scores, sizes = {n: compressor.scores[n] for n in free}, {n: n_granules(compressor.groups[n])[0] for n in free}
     def at(n):
         stay = in_one_ranking(scores, n)
-        pct = {g: min(100*(sizes[g] - stay[g])/sizes[g], top) for g, top in free.items()}
+        pct = {g: min(max(100*(sizes[g] - stay[g])/sizes[g], low), top) for g, (low, top) in free.items()}
         return [{"pruning": pct[c.name]} if c.is_group else c.levels[0] for c in choices]
     low, high = 0, sum(sizes.values())
     if not fits(at(high)): return None
@@ -121,10 +122,11 @@ class PlanMeter(Meter):
     def __init__(self,
         compressor:Compressor, # of the model
         choices:list,          # of `Choice`
+        by:str,                # "metric" or "objective": what the search makes small
         *rest, **options,      # as for `Meter`
     ):
         super().__init__(compressor.model, compressor, *rest, **options)
-        self.choices = choices
+        self.choices, self.by = choices, by
     def plan(self,
         levels:list, # {method: level} of each choice
     )->Plan:
@@ -139,6 +141,10 @@ class PlanMeter(Meter):
             score = evaluate(self.model, self.eval_fn, self.perturbation)
         self.on_call(self.n, score)
         return score
+    def worth(self, score:Score)->float:
+        "The objective or the metric, turned so that less is better. Raises ValueError if there is no objective"
+        if self.by == "objective" and score.objective is None: raise ValueError("the sweeps recorded an objective, and eval_fn returns none; measure with the same eval_fn, or say by='metric'")
+        return super().worth(score if self.by == "objective" else replace(score, objective=None))
     def worth_of(self,
         levels:list, # {method: level} of each choice
     )->float:
@@ -153,7 +159,8 @@ def start_levels(
 )->dict:        # name -> {method: level} of each choice
     "The plans to start from, of `allocate` and without curves. Raises ValueError, with what is reachable, if nothing fits the budgets"
     def count(options): return compressor.costs(planned(options), tuple(budgets))
-    def fits(levels): return all(v <= budgets[n]*(1 + 1e-9) for n, v in count(list(zip(problem.choices, levels, strict=True))).items())
+    def clash(levels): return any(a and b for (_, a), (_, b) in excluding([replace(c, levels=[at]) for c, at in zip(problem.choices, levels, strict=True)], problem.pairs))
+    def fits(levels): return not clash(levels) and all(v <= budgets[n]*(1 + 1e-9) for n, v in count(list(zip(problem.choices, levels, strict=True))).items())
     def best(p): return [at for _, at in p.options(best_within(p, budgets, lambda picked: count(p.options(picked)), compressor if any(c.is_group for c in p.choices) else None))]
     out, methods = {"allocate": best(problem)}, [m for m in in_turn if any(m in c.methods for c in problem.choices)]
     for m in methods:
@@ -182,21 +189,6 @@ def exchange_levels(
     return levels, worth
 
 # %% ../nbs/16_joint.ipynb #01906ce5
-def plan_ranking(
-    plans:dict,    # name -> `Plan`, with their costs
-    scores:dict,   # name -> `Score` in the search
-    reported:dict, # name -> `Score` for the ranking
-    dense:Score,   # untouched, for the ranking
-    higher_is_better:bool, # direction of those
-)->list:           # of dicts
-    "Rows of the ranking, best first; of equals the searched plan"
-    rows = []
-    for n, plan in plans.items():
-        delta, stderr, ci = compare(dense, reported[n], higher_is_better)
-        rows.append(dict(plan=n, metric=reported[n].value, delta=delta, stderr=stderr, low=ci and ci[0], high=ci and ci[1], search_metric=scores[n].value, **plan.costs))
-    return sorted(rows, key=lambda r: (r["delta"] if math.isfinite(r["delta"]) else math.inf, r["plan"] != "search"))
-
-# %% ../nbs/16_joint.ipynb #189a24bf
 def search_plan(
     model:nn.Module,   # trained model; comes back bit for bit
     sample,            # example input: a tensor, a tuple, or a dict of keyword inputs
@@ -215,18 +207,19 @@ def search_plan(
 )->SearchResult:       # `plan` is a `Plan`
     "The best of the plans within the budgets, improved by measured exchange. Raises as `allocate` does"
     if "latency" in (budget if isinstance(budget, Mapping) else [cost]): raise ValueError("latency cannot be counted, so there is no search within it; allocate plans for it, and flops are near")
+    check_functions(eval_fn=eval_fn, report_fn=report_fn or eval_fn)
     check_sample(model, sample)
-    problem, budgets, compressor, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data)
+    problem, budgets, compressor, first, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data)
     starts = start_levels(problem, compressor, budgets)
     around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, next(model.parameters()).device)], sample)
     calls = 6*(2*sum(len(c.methods) for c in problem.choices) + 3) if evaluations is None else check_count(evaluations, "evaluations")
-    rising = (sweeps if isinstance(sweeps, SweepResult) else sweeps[0])[0].higher_is_better
+    rising = first.higher_is_better
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
-    meter = PlanMeter(compressor, problem.choices, eval_fn, around, rising, _progress(calls + len(starts) + len(problem.choices) + 2, verbose))
-    report = report_fn and PlanMeter(compressor, problem.choices, report_fn, around, rising if report_higher_is_better is None else report_higher_is_better)
+    meter = PlanMeter(compressor, problem.choices, about["settings"]["by"], eval_fn, around, rising, _progress(calls + len(starts) + len(problem.choices) + 2, verbose))
+    report = report_fn and PlanMeter(compressor, problem.choices, "metric", report_fn, around, rising if report_higher_is_better is None else report_higher_is_better)
     return _searched(meter, report, starts, problem, budgets, calls, about)
 
-# %% ../nbs/16_joint.ipynb #2f56ca95
+# %% ../nbs/16_joint.ipynb #189a24bf
 def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dict, calls:int, about:dict)->SearchResult:
     "Measure the starts, go on from the best, rank"
     dense = meter.score(Plan())
@@ -241,7 +234,7 @@ def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dic
     for p in plans.values(): p.costs = meter.masker.costs(p, tuple(budgets))
     reported, whole = scores, dense
     if report: whole, reported = report.score(Plan()), {n: report.score(p) for n, p in plans.items()}
-    ranking = plan_ranking(plans, scores, reported, whole, (report or meter).sign < 0)
+    ranking = rank_plans(scores, reported, whole, (report or meter).sign < 0, {n: p.costs for n, p in plans.items()})
     best = ranking[0]["plan"]
     alone = [meter.score(meter.plan([*[{}]*k, at, *[{}]*(len(levels) - k - 1)])).value for k, at in enumerate((starts | {"search": levels})[best]) if at]
     plans[best].predicted_metric = dense.value + sum(v - dense.value for v in alone)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from numbers import Real
 
@@ -24,7 +24,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .channels import pick
-from .counters import count_flops_params, latency, n_bytes, unseen
+from .counters import as_inputs, count_flops_params, countable, latency, n_bytes, n_samples, unseen
 from .criteria import as_criterion, bind, block_axes, large_final, parse_nm
 from .layers import all_units, by_name, check_model, target_units
 from .proof import channel_groups
@@ -33,7 +33,7 @@ from .quantize import Quantized, packed_bytes, plan_options, quantize_model
 from .results import BitPlan, LayerTargets, Plan, SweepResult, check_bits, check_pct, damage, in_turn, plan_basis, read_json, revive, unknown_name, write_json
 from .sparsify import Sparsifier, n_dropped, sparsity_mask
 from .state import leave_no_trace
-from .targets import check_bit_sweep, choose
+from .targets import check_bit_sweep, choose, knobs
 
 # %% ../nbs/15_plans.ipynb #4ab9da4f
 class Compressor:
@@ -50,6 +50,8 @@ class Compressor:
         self.granularity = settings.get("sparsity", {}).get("granularity", "weight")
         self.criteria, self.groups = as_criterion(criteria), {}
         if "pruning" in methods and "sparsity" in methods and self.criteria.needs: raise ValueError(f"{self.criteria.name} compares with numbers that have other shapes once channels are gone; use a criterion that needs nothing but the weights for plans that prune and make sparse")
+        patterns = [f"{k} {v}" for k, v in (("granularity", parse_nm(self.granularity) and self.granularity), ("group_size", settings.get("quantization", {}).get("group_size"))) if v]
+        if "pruning" in methods and patterns: raise ValueError(f"{patterns[0]} needs numbers of inputs that pruning the layer before changes; plan for pruning without it")
         units = all_units(model)[0]
         self.criteria = bind(self.criteria, model, units, calibration_data, sample)
         if "pruning" in methods:
@@ -57,7 +59,8 @@ class Compressor:
             self.scores = {n: channel_scores(g, self.criteria) for n, g in self.groups.items()}
         options = plan_options(BitPlan(settings=settings.get("quantization", {})))
         self.how = {k: options[f"quant_{k}"] for k in ("per_channel", "group_size", "symmetric")}
-        self.rounded = Quantized.configure(model=model, units=units, calibration_data=calibration_data, sample=sample, **options) if "quantization" in methods else None
+        self.configure = partial(Quantized.configure, model=model, calibration_data=calibration_data, sample=sample, **options)
+        self.rounded = self.configure(units=units) if "quantization" in methods and not options["quant_activations"] else None
 
 # %% ../nbs/15_plans.ipynb #5a34baa6
 @patch
@@ -86,7 +89,9 @@ def __call__(self:Compressor,
         self.prune(plan.pruning)
         for u, pct in target_units(self.model, plan.sparsity).items():
             if pct: u.weight.data.mul_(sparsity_mask(u, pct, self.granularity, self.criteria))
-        for u, bits in target_units(self.model, plan.quantization).items(): self.rounded(bits).change(self.model, u)
+        bits = target_units(self.model, plan.quantization)
+        rounded = self.rounded or (self.configure(units=list(bits)) if bits else None)   # ranges of activations are those of what is left
+        for u, b in bits.items(): rounded(b).change(self.model, u)
         yield self.model
 
 # %% ../nbs/15_plans.ipynb #009b0c17
@@ -98,14 +103,15 @@ def apply(self:Plan,
     calibration_data=None, # for criteria that use data, and for ranges of activations
 )->dict: # method -> `Pruner`, `Sparsifier`, `AppliedPlan`
     "Carry out the plan for good. Raises as `Pruner`, `Sparsifier` and `quantize_model` do"
-    done = {}
+    done, options = {}, plan_options(self.quantization)
+    if self.quantization and options["quant_activations"] and calibration_data is None and sample is None: raise ValueError("activations need ranges: give calibration_data, or a sample to observe them on")
     if any(self.pruning.values()):
         done["pruning"] = Pruner(model, self.pruning, criteria=criteria, example_inputs=sample, calibration_data=calibration_data)
         done["pruning"].prune_model()
     if any(self.sparsity.values()):
         done["sparsity"] = Sparsifier(model, self.settings.get("sparsity", {}).get("granularity", "weight"), criteria=criteria, calibration_data=calibration_data, sample=sample)
         done["sparsity"].sparsify_model(self.sparsity)
-    if self.quantization: done["quantization"] = quantize_model(model, dict(self.quantization), calibration_data=calibration_data, sample=sample, **plan_options(self.quantization))
+    if self.quantization: done["quantization"] = quantize_model(model, dict(self.quantization), calibration_data=calibration_data, sample=sample, **options)
     return done
 
 # %% ../nbs/15_plans.ipynb #2dd0d937
@@ -141,14 +147,20 @@ def unit_macs(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")   # of weights that are used outside their modules, which cannot be counted
         total, _, rows = count_flops_params(model, sample, verbose=False)
-    modules, units = dict(model.named_modules(remove_duplicate=False)), all_units(model)[0]
-    counted, macs = {modules[r["name"]]: r["flops"] for r in rows}, {u.name: 0. for u in units}
-    for module, flops in counted.items():
+    modules, units = dict(countable(model).named_modules(remove_duplicate=False)), all_units(model)[0]
+    counted, macs, n = {modules[r["name"]]: r for r in rows}, {u.name: 0. for u in units}, n_samples(as_inputs(model, sample))
+    for module, row in counted.items():
         inner = {m for m in module.modules() if m is module or m not in counted}
-        inside = [u for u in units if inner & set(u.modules)]
-        weights = sum(u.weight.numel() for u in inside)
-        for u in inside: macs[u.name] += flops*u.weight.numel()/weights
+        inside = {u: float(u.weight.numel()) for u in units if inner & set(u.modules)}
+        if isinstance(module, nn.MultiheadAttention): inside = _attention_shares(module, inside, row["flops"], row["calls"]*math.prod(row["in_size"])/n)
+        for u, share in inside.items(): macs[u.name] += row["flops"]*share/sum(inside.values())
     return macs, total
+
+def _attention_shares(module:nn.MultiheadAttention, units, flops:float, query:float)->dict:
+    "MACs of the weights of attention: query and result have as many tokens as the query, key and value may have others"
+    one, numels = module.embed_dim*query, {u: u.weight.numel() for u in units if u.attr in ("k_proj_weight", "v_proj_weight")}
+    known = {"weight": one, "q_proj_weight": one, "in_proj_weight": flops - one}   # "weight" is that of out_proj
+    return {u: known[u.attr] if u.attr in known else (flops - 2*one)*numels[u]/sum(numels.values()) for u in units}
 
 # %% ../nbs/15_plans.ipynb #1d169296
 def _macs(model, sample)->tuple:
@@ -218,21 +230,23 @@ def measured_curves(
 def check_limits(
     bounds, locked,  # as the user gave them
     methods:Iterable, # that are there
-    names:Iterable,  # of layers
+    names:Iterable,  # of layers; or a mapping from all names, also of tied layers, to those
 )->dict:             # layer name -> {method: (low, high)}
     "Bounds by layer and method. Raises KeyError for an unknown layer or method, TypeError or ValueError for bounds that are none"
-    known, out = list(names), {}
+    known, out = names if isinstance(names, Mapping) else {n: n for n in names}, {}
+    locked = [locked] if isinstance(locked, str) else () if locked is None else locked
+    if isinstance(locked, Mapping): raise TypeError(f"locked holds names of layers that are left alone; for levels say bounds={locked!r}")
     bounds = dict.fromkeys(known, bounds) if isinstance(bounds, tuple) else {} if bounds is None else bounds
     if not isinstance(bounds, Mapping): raise TypeError(f"bounds maps layer names to (low, high), or to method -> (low, high); got {bounds!r}")
-    for n, of in {**bounds, **{n: None for n in ([locked] if isinstance(locked, str) else locked)}}.items():
+    for n, of in {**bounds, **dict.fromkeys(locked)}.items():
         if n not in known: raise unknown_name(n, known, "measured layer")
-        if of is None: out[n] = dict.fromkeys(methods)
-        elif isinstance(of, Mapping): out[n] = dict(of)
-        elif len(methods) == 1: out[n] = {next(iter(methods)): of}
+        if isinstance(of, Mapping): at = dict(of)
+        elif of is None or len(methods) == 1: at = dict.fromkeys(methods, of)
         else: raise ValueError(f"bounds of {n!r} could be percent or bits; say for which method, such as {{{next(iter(methods))!r}: {of!r}}}")
-        for m, pair in out[n].items():
+        for m, pair in at.items():
             if m not in methods: raise unknown_name(m, methods, "method")
-            if pair is not None: out[n][m] = _pair(pair, n, m)
+            if pair is not None: at[m] = _pair(pair, n, m)
+        out[known[n]] = at
     return out
 
 def _pair(pair, name:str, method:str)->tuple:
@@ -270,9 +284,9 @@ def choices(
     for methods in one_by_one:
         mine = [m for m in methods if m in curves]
         for names in dict.fromkeys(n for m in mine for n in curves[m][0]):
-            rules = {m: r for n in names for m, r in limits.get(n, {}).items()}
+            rules = [limits[n] for n in names if n in limits]   # all layers of a group must allow a level
             each = {m: [(None, 0., 0.), *((v, d, curves[m][1][names][v]) for v, d in curves[m][0].get(names, {}).items() if v)] for m in mine}
-            each = {m: [o for o in options if allowed(m, o[0], rules)] for m, options in each.items()}
+            each = {m: [o for o in options if all(allowed(m, o[0], r) for r in rules)] for m, options in each.items()}
             found = [dict(zip(each, combo, strict=True)) for combo in product(*each.values())]
             found = [c for c in found if both or sum(o[0] is not None for o in c.values()) < 2]
             if not found: raise ValueError(f"the bounds of {names[0]} leave no level that was measured for it")
@@ -454,6 +468,7 @@ def within(
             got = actual(picked)
             over = [n for n, b in budgets.items() if got[n] > b*(1 + 1e-9)]
             if not over: return picked
+            if any(budgets[n] >= whole[n] for n in over): break   # nothing can be saved where nothing is asked for
             for n in over: more[n] *= 1.001*(whole[n] - budgets[n])/max(whole[n] - got[n], 1e-3*(whole[n] - budgets[n]))
         why = ValueError("the budgets cannot be met at once")
     except ValueError as e: why = e
@@ -563,6 +578,7 @@ def check_pairs(
     methods:Iterable, # that are there
 )->set:              # of frozensets of two methods
     "Raises KeyError for an unknown method, ValueError if it is no list of pairs"
+    if combine is None: return set()
     pairs = [combine] if isinstance(combine, tuple) and combine and all(isinstance(m, str) for m in combine) else list(combine)
     for pair in pairs:
         if isinstance(pair, str) or len(set(pair)) != 2: raise ValueError(f"combine holds pairs of methods, such as ('sparsity', 'quantization'); got {pair!r}")
@@ -580,11 +596,15 @@ def prepare(
     if model is None:
         if table is None: raise ValueError("give the model (and a sample) to count what layers cost, or the table that cost_table made of it")
         return None, table
+    for s in sweeps.values():
+        for r in s: knobs(r.layers, model)   # raises if this is not the model that was measured
     if sample is None and ("pruning" in sweeps or {"flops", "latency"} & set(names)): raise ValueError("give a sample: what pruned layers, multiply-accumulates and latency are is found by running the model")
     for m in ("sparsity", "pruning"):
         name, used = as_criterion(criteria).name, sweeps[m][0].settings.get("criteria") if m in sweeps else None
         if used and used != name: raise ValueError(f"{m} was measured with criteria={used}, the plan would use {name}; pass criteria={used}")
     compressor = Compressor(model, sample, tuple(sweeps), settings={m: s[0].settings for m, s in sweeps.items()}, criteria=criteria, calibration_data=data)
+    still = [n for n in names if n != "latency"]
+    if table and (other := [n for n, v in compressor.costs(Plan(), still).items() if table.whole.get(n, v) != v]): raise ValueError(f"the table is of another model: {other[0]} {table.whole[other[0]]:,} there")
     return compressor, table or count_options(compressor, choices(sweeps, {}, {frozenset(("sparsity", "quantization"))}, "metric"), names)
 
 def cost_table(
@@ -603,15 +623,17 @@ def cost_table(
 def set_up(
     sweeps, budget, cost, combine, bounds, locked, by, # as in `allocate`
     model, sample, table, criteria, data, # as in `allocate`
-)->tuple: # `Problem`, its budgets in numbers, `Compressor` or None, what all plans have in common
+)->tuple: # `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans have in common
     "Everything to plan with. Raises as `allocate` does"
     sweeps, by = by_method(sweeps, by)
     budgets, pairs = check_budgets(budget, cost), check_pairs(combine, sweeps)
     compressor, table = prepare(sweeps, tuple(budgets), model, sample, table, criteria, data)
     if missing := [n for n in budgets if n not in table.whole]: raise ValueError(f"the table has no {missing[0]}; it has {', '.join(table.whole)}")
-    limits = check_limits(bounds, locked, sweeps, dict.fromkeys(n for s in sweeps.values() for n in s.names))
+    rows = {row.name: row for s in sweeps.values() for r in s for row in r.layers}
+    limits = check_limits(bounds, locked, sweeps, {m: row.name for row in rows.values() for m in row.group_members if m not in rows} | {n: n for n in rows})
     problem, budgets = Problem(choices(sweeps, limits, pairs, by), table, pairs, budgets), absolute(budgets, table.whole)
-    return problem, budgets, compressor, dict(whole=problem.whole, budgets=budgets, metric_name=next(iter(sweeps.values()))[0].metric_name, settings={m: s[0].settings for m, s in sweeps.items()} | {"by": by})
+    first = next(iter(sweeps.values()))[0]
+    return problem, budgets, compressor, first, dict(whole=problem.whole, budgets=budgets, metric_name=first.metric_name, settings={m: s[0].settings for m, s in sweeps.items()} | {"by": by})
 
 # %% ../nbs/15_plans.ipynb #d7683b4e
 def allocate(
@@ -629,14 +651,15 @@ def allocate(
     calibration_data=None, # for criteria that use data
 )->Plan:           # with predicted damage and metric, and what it costs
     "One measured level for each layer: least total damage within all budgets (multiple-choice knapsack, Sinha and Zoltners 1979). Raises ValueError, with what is reachable, if there is none, KeyError for an unknown name"
-    problem, budgets, compressor, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, table, criteria, calibration_data)
+    problem, budgets, compressor, first, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, table, criteria, calibration_data)
     @cache   # what a plan was measured to take is what it takes
     def counted(picked):
-        if compressor: return compressor.costs(planned(problem.options(picked)), tuple(budgets))
+        plan, names = planned(problem.options(picked)), tuple(budgets)
+        if compressor and not any(plan.pruning.values()): return compressor.costs(plan, [n for n in names if n != "latency"]) | {n: problem.whole[n] for n in names if n == "latency"}
+        if compressor: return compressor.costs(plan, names)
         return {n: sum(of[i] for of, i in zip(problem.costs[n], picked, strict=True)) for n in budgets}
     actual = lambda picked: counted(tuple(picked))
     again = any(c.is_group for c in problem.choices) and "latency" not in budgets
     picked = best_within(problem, budgets, actual, compressor if again else None)
-    first = (sweeps if isinstance(sweeps, SweepResult) else sweeps[0])[0]
     lost = sum(c.metric[i] for c, i in zip(problem.choices, picked, strict=True))
     return planned(problem.options(picked), costs=actual(picked), damage=problem.harm(picked), predicted_metric=first.baseline_metric - (1 if first.higher_is_better else -1)*lost, **about)

@@ -13,7 +13,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .degradation import DegradationResult, allowed_drop, allowed_points
-from .results import LayerTargets, SensitivityResult, SweepResult, damage, in_bits, label, plan_basis
+from .results import LayerTargets, Plan, SensitivityResult, SweepResult, damage, in_bits, in_turn, label, plan_basis
 from .schedules import Schedule
 from .search import SearchResult
 
@@ -166,20 +166,24 @@ def plot_predicted(
     return ax
 
 # %% ../nbs/19_plot.ipynb #e2a21ccc
+def _only(plan:Plan, method:str)->LayerTargets|None:
+    "Targets of a plan that uses no other method, else None"
+    return None if any(any(getattr(plan, m).values()) for m in in_turn if m != method) else getattr(plan, method)
+
 @patch
 def plot(self:SearchResult,
-    sweep=None,       # `SweepResult` of the same model and metric, to predict all plans from; None: only the returned plan has a prediction
+    sweep=None,       # `SweepResult` of the same model and metric, to predict the plans from that use its method only; None: only the returned plan has a prediction
     figsize=(12, 4.5), # width and height in inches
 ):                    # array of two matplotlib Axes: ranking, expected and measured
-    "All plans with what they lose and its 95 % interval, and the metric in the search over the one expected of them"
+    "All plans with what they lose and its 95 % interval, and the metric in the search over the one expected of them; single layers of `sweep` are what they are expected to be"
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 2, figsize=figsize, layout="constrained")
     rows = [r for r in self.ranking[::-1] if math.isfinite(r["delta"])]
     errors = [[r["delta"] - r["low"] if r["low"] is not None else 0. for r in rows], [r["high"] - r["delta"] if r["high"] is not None else 0. for r in rows]]
     axes[0].barh([r["plan"] for r in rows], [r["delta"] for r in rows], xerr=errors, color=["tab:green" if r["plan"] == self.plan_name else "tab:grey" for r in rows], ecolor="black")
     axes[0].set(xlabel=f"loss of {self.metric_name}" + " on the data of report_fn"*(self.reported_on == "report_fn"), title=self.limits)
-    predicted = {self.plan_name: self.predicted_metric}
-    if sweep is not None: predicted |= {n: sweep.predict(p if isinstance(p, LayerTargets) else getattr(p, sweep[0].compression_type)) for n, p in self.plans.items()}
+    only = {} if sweep is None else {n: p if isinstance(p, LayerTargets) else _only(p, sweep[0].compression_type) for n, p in self.plans.items()}
+    predicted = {n: sweep.predict(targets) for n, targets in only.items() if targets} | {self.plan_name: self.predicted_metric}
     singles = [(r.compressed_metric, r.compressed_metric) for result in sweep or () for r in result.layers if r.prunable]
     plot_predicted(predicted, {r["plan"]: r["search_metric"] for r in self.ranking}, self.metric_name, singles, ax=axes[1])
     return axes

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['path_factor', 'reestimate_norms', 'Recalibrated', 'drop_order', 'Masker', 'Local', 'probe', 'exchange', 'descend',
-           'SearchResult', 'Meter', 'check_search', 'starting_plans', 'path_start', 'search_targets']
+           'SearchResult', 'Meter', 'check_functions', 'check_search', 'starting_plans', 'path_start', 'rank_plans',
+           'search_targets']
 
 # %% ../nbs/15_search.ipynb #13cd2bb4
 import math
@@ -38,7 +39,7 @@ def reestimate_norms(
     "Running means and variances anew, as plain averages over the batches of `data`. Raises ValueError if there are none to estimate or no data; then nothing changes"
     norms = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None}
     if not norms: raise ValueError(f"{type(model).__name__} has no batch norm with running statistics; leave recalibrate out")
-    modes, restore, done = [(m, m.training) for m in model.modules()], keep_values([b for m in norms for b in m.buffers()]), False
+    modes, kept, done = [(m, m.training) for m in model.modules()], {m: keep_values(list(m.buffers())) for m in norms}, False
     try:
         model.eval()
         for m in norms:
@@ -46,9 +47,11 @@ def reestimate_norms(
             m.momentum, m.training = None, True     # None: the average of all batches
         with torch.no_grad():
             for inputs, _ in batches(data, sample, next(model.parameters()).device): call(model, inputs)
+        for m, back in kept.items():
+            if not m.num_batches_tracked: back()   # the data never came here
         done = True
     finally:
-        if not done: restore()
+        for back in () if done else kept.values(): back()
         for m, training in modes: m.training = training
         for m, momentum in norms.items(): m.momentum = momentum
 
@@ -276,6 +279,13 @@ class Meter:
         return worth if math.isfinite(worth) and math.isfinite(score.value) else math.inf
 
 # %% ../nbs/15_search.ipynb #a2f935b8
+def check_functions(
+    **fns, # name -> function of the model, as the user gave it
+):
+    "Raises TypeError for what is no function"
+    for name, f in fns.items():
+        if not callable(f): raise TypeError(f"{name} is a function of the model; got {type(f).__name__}")
+
 def check_search(
     units:list,      # of `Unit`, to plan for
     granularity:str, # as the user gave it
@@ -283,8 +293,7 @@ def check_search(
     fns:dict,        # name -> function of the model, as the user gave them
 ):
     "Raises TypeError for what is no function, ValueError for layers or a granularity that leave nothing to choose"
-    for name, f in fns.items():
-        if not callable(f): raise TypeError(f"{name} is a function of the model; got {type(f).__name__}")
+    check_functions(**fns)
     if parse_nm(check_granularity(granularity)) or granularity == "layer":
         raise ValueError(f"granularity {granularity!r} leaves no choice of how much of a layer goes; search with 'weight', or with blocks such as 'filter'")
     for u in units:
@@ -324,16 +333,25 @@ def path_start(
     return steps, starting_plans(model, replace(b, target=100*(1 - least/path_factor**steps)), {}, options)
 
 # %% ../nbs/15_search.ipynb #a3795d27
-def _rank(masker:Masker, plans:dict, scores:dict, reported:dict, dense:Score, higher_is_better:bool)->list:
+def rank_plans(
+    scores:dict,   # name of a plan -> `Score` in the search
+    reported:dict, # name of a plan -> `Score` for the ranking
+    dense:Score,   # untouched, for the ranking
+    higher_is_better:bool, # direction of those
+    about:dict,    # name of a plan -> further columns
+)->list:           # of dicts
     "Rows of the ranking, best first; of equals the searched plan"
     rows = []
-    for name, plan in plans.items():
-        masker.set(plan.values())
-        zeros, weights = (sum(r[k] for r in sparsity_report(masker.units)) for k in ("zeros", "weights"))
-        delta, stderr, ci = compare(dense, reported[name], higher_is_better)
-        rows.append(dict(plan=name, metric=reported[name].value, delta=delta, stderr=stderr, low=ci and ci[0], high=ci and ci[1],
-                         search_metric=scores[name].value, sparsity=100*zeros/weights))
+    for name, score in reported.items():
+        delta, stderr, ci = compare(dense, score, higher_is_better)
+        rows.append(dict(plan=name, metric=score.value, delta=delta, stderr=stderr, low=ci and ci[0], high=ci and ci[1], search_metric=scores[name].value, **about[name]))
     return sorted(rows, key=lambda r: (r["delta"] if math.isfinite(r["delta"]) else math.inf, r["plan"] != "search"))
+
+def _zeros(masker:Masker, plan:LayerTargets)->float:
+    "Zeros under a plan, percent of the weights"
+    masker.set(plan.values())
+    zeros, weights = (sum(r[k] for r in sparsity_report(masker.units)) for k in ("zeros", "weights"))
+    return 100*zeros/weights
 
 def _calls(evaluations, n_units:int, n_plans:int)->tuple:
     "Evaluations in all, and those that are left for the exchange. Raises ValueError if they do not suffice for one round"
@@ -418,7 +436,7 @@ def search_targets(
         if report_fn:
             report, rising = Meter(model, masker, report_fn, around, rising), rising if report_higher_is_better is None else report_higher_is_better
             whole, reported = report.score(np.zeros(len(b.units))), {n: report.score(p.values()) for n, p in plans.items()}
-        ranking = _rank(masker, plans, scores, reported, whole, rising)
+        ranking = rank_plans(scores, reported, whole, rising, {n: {"sparsity": _zeros(masker, p)} for n, p in plans.items()})
         best = ranking[0]["plan"]
         predicted = _alone(meter, plans[best], dense)
     return SearchResult(plans[best], best, {"sparsity": b.target}, dense.value, predicted, scores[best].value, meter.n, ranking, plans, metric_name, higher_is_better,

@@ -207,10 +207,10 @@ def predict(self:SweepResult,
     by="metric", # "metric", or "objective": its rise over the untouched model
 )->float:        # NaN if a layer broke the model; beyond the last level the damage is that of the last
     "What to expect of the whole model if the damages of its layers added up. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree"
-    bits, at = in_bits(self[0].compression_type), {}
+    bits, at, alias = in_bits(self[0].compression_type), {}, {m: row.name for r in self for row in r.layers for m in row.group_members}
     if getattr(plan, "unit", unit := "bits" if bits else "percent") != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
     for name, level in plan.items():
-        rows = self.rows(name)
+        rows = self.rows(name if name in self.names else alias.get(name, name))   # a tied layer has one row
         if not rows and not level: continue
         if not rows: raise ValueError(f"{name} could not be compressed in this sweep, so there is nothing to predict from")
         if at.setdefault(next(iter(rows.values())).group_id or name, (rows, level))[1] != level: raise ValueError(f"{name} is coupled to another layer of the plan, with another level")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torchvision.models import mobilenet_v2, resnet18
+from torchvision.models import MobileNetV2, resnet18
 
 from fasterai_sens import Compressor, SearchResult, SensitivityAnalyzer, changes, fingerprint, search_plan
 
@@ -128,7 +128,7 @@ def test_the_model_comes_back_when_eval_fn_raises(small):
     assert changes(before, fingerprint(model)) == []
 
 
-@pytest.mark.parametrize("arch", [resnet18, mobilenet_v2])
+@pytest.mark.parametrize("arch", [resnet18, lambda num_classes: MobileNetV2(num_classes, .5, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2]])], ids=["resnet18", "mobilenet"])
 def test_channels_of_real_networks(arch):
     """Coupled and depthwise layers: one level a group, at equal multiply-accumulates, no worse than any start."""
     torch.manual_seed(0)
@@ -140,3 +140,27 @@ def test_channels_of_real_networks(arch):
     assert {"allocate", "uniform pruning", "global pruning", "search"} == set(r.plans)
     for plan in r.plans.values():
         assert all(len({plan.pruning[n] for n in row.group_members}) == 1 for row in sweep[0].layers if row.prunable and row.group_members)
+
+
+def test_lower_bounds_and_forbidden_pairs_hold_in_every_plan(small):
+    """Also in one ranking of all channels; a layer that must be pruned is not made sparse unless that is said."""
+    model, images, (pruning, sparsity, _), eval_fn = small
+    r = search_plan(model, images[:1], eval_fn, pruning, {"flops": "70%"}, bounds={"0": (25, 75)}, verbose=False)
+    assert all(25 <= p.pruning["0"] <= 75 for p in r.plans.values())
+    r = search_plan(model, images[:1], eval_fn, [pruning, sparsity], {"params": "60%"}, bounds={"3": {"pruning": (25, 75)}}, verbose=False)
+    assert all(p.pruning["3"] >= 25 and not p.sparsity.get("3") for p in r.plans.values())
+
+
+def test_by_the_metric_or_the_objective(small):
+    """The search makes small what `by` says."""
+    model, images, _, eval_fn = small
+    def both(m):
+        metric = eval_fn(m)
+        return metric, (m[3].weight == 0).float().mean()   # an objective that wants the second convolution dense
+    sweep = SensitivityAnalyzer(model, images[:1], both, higher_is_better=False, metric_name="moved").sweep("sparsity", percent, verbose=False)
+    by = {b: search_plan(model, images[:1], both, sweep, "60%", by=b, verbose=False).plans["search"] for b in ("metric", "objective")}
+    assert by["objective"].sparsity["3"] < by["metric"].sparsity["3"]
+    with pytest.raises(ValueError, match="eval_fn returns none"):
+        search_plan(model, images[:1], eval_fn, sweep, "60%", verbose=False)
+    with pytest.raises(TypeError, match="report_fn is a function"):
+        search_plan(model, images[:1], eval_fn, sweep, "60%", report_fn="x", verbose=False)

@@ -25,7 +25,7 @@ from fasterai_sens import (
     quantize_model,
 )
 from fasterai_sens.layers import all_units
-from fasterai_sens.plans import by_method, choices, planned
+from fasterai_sens.plans import by_method, choices, planned, unit_macs
 from fasterai_sens.results import BitPlan, LayerSensitivity, SensitivityResult
 
 g = torch.Generator().manual_seed(0)
@@ -235,3 +235,121 @@ def test_left_alone_after_an_exception():
         with pytest.raises(KeyError), compressor(bad):
             pass
     assert changes(before, fingerprint(model)) == []
+
+
+class Residual(nn.Module):
+    """`a` and `c` lose channels together."""
+
+    def __init__(self, n=8):
+        super().__init__()
+        self.a, self.b, self.c, self.fc = nn.Conv2d(3, n, 3, padding=1), nn.Conv2d(n, n, 3, padding=1), nn.Conv2d(n, n, 3, padding=1), nn.Linear(n, 4)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        return self.fc((x + self.c(self.b(x).relu())).relu().mean((2, 3)))
+
+
+def measured(model, images, method, at):
+    """A sweep by how far the outputs move."""
+    with torch.no_grad():
+        start = model(images)
+    moved = torch.inference_mode()(lambda m: (m(images) - start).square().mean(1).clone())
+    return SensitivityAnalyzer(model, images[:1], moved, higher_is_better=False, metric_name="moved").sweep(method, at, verbose=False)
+
+
+@pytest.fixture(scope="module")
+def residual():
+    """A small network with a residual connection, images, and a sweep over channels."""
+    torch.manual_seed(0)
+    model, images = Residual().eval(), torch.randn(16, 3, 6, 6, generator=g)
+    return model, images, measured(model, images, "pruning", [25, 50, 75])
+
+
+def test_all_layers_of_a_group_must_allow_a_level(residual):
+    """A lock or bound of one coupled layer holds for the others."""
+    model, images, pruning = residual
+    options = dict(model=model, sample=images[:1])
+    plan = allocate(pruning, "70%", bounds={"b": (0, 75), "c": (0, 75)}, locked=["a"], **options)
+    assert not plan.pruning.get("a") and not plan.pruning.get("c") and plan.pruning["b"]
+    assert allocate(pruning, "60%", bounds={"a": (0, 25)}, **options).pruning["c"] <= 25
+
+
+def test_another_model_is_refused(residual):
+    """Neither the sweep nor the table of one model is used for another."""
+    model, images, pruning = residual
+    table = cost_table(pruning, model, images[:1], "params")
+    other = Residual(16).eval()
+    with pytest.raises(ValueError, match="had .* parameters when it was measured"):
+        allocate(pruning, "70%", model=other, sample=images[:1])
+    with pytest.raises(ValueError, match="table is of another model"):
+        allocate(measured(other, images, "pruning", [50]), "90%", model=other, sample=images[:1], table=table)
+
+
+def test_all_the_time_there_is(residual):
+    """A latency budget of what the model takes now prunes nothing, however the clock jitters."""
+    model, images, pruning = residual
+    for _ in range(5):
+        plan = allocate(pruning, "100%", "latency", model=model, sample=images[:1])
+        assert not any(plan.pruning.values()) and plan.costs == plan.budgets
+
+
+def test_patterns_and_channels_do_not_mix(residual):
+    """n:m patterns and groups of weights need numbers of inputs that pruning changes."""
+    model, images, pruning = residual
+    settings = {"sparsity": {"granularity": "2:4"}, "quantization": {"group_size": 8}}
+    for m in settings:
+        with pytest.raises(ValueError, match="plan for pruning without it"):
+            Compressor(model, images[:1], ("pruning", m), settings={m: settings[m]})
+
+
+def test_attention_between_tokens_of_other_numbers():
+    """Each projection has the multiply-accumulates of its own tokens; all of them together are those of the module."""
+    for kdim in (None, 8):
+        attention = nn.MultiheadAttention(16, 2, kdim=kdim, vdim=kdim, batch_first=True)
+        query, key = torch.randn(2, 1, 16), torch.randn(2, 100, kdim or 16)
+        macs, total = unit_macs(attention, (query, key, key))
+        assert macs["out_proj"] == 16*16 and sum(macs.values()) == total
+        assert (macs["in_proj_weight"] if kdim is None else macs["k_proj_weight"]) == (16*16 + 2*100*256 if kdim is None else 100*8*16)
+
+
+def test_tied_layers_by_any_name():
+    """Plans name all tied layers; so may bounds, locked and predictions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3)).eval()
+    model[2].weight = model[0].weight
+    sweep = measured(model, x, "sparsity", [50, 80])
+    plan = allocate(sweep, "60%", model=model)
+    assert plan.sparsity["0"] == plan.sparsity["2"]
+    assert sweep.predict(plan.sparsity) == pytest.approx(plan.predicted_metric)
+    assert "0" not in allocate(sweep, "95%", model=model, locked=["2"]).sparsity
+
+
+def test_nothing_is_done_before_all_is_there():
+    """A plan that cannot be carried out in full changes nothing; ranges of activations are those of the compressed network in both ways."""
+    model = toy()
+    sweep = SensitivityAnalyzer(model, x, lambda m: float(m(x).detach().abs().mean()), calibration_data=x).sweep("quantization", [4], quant_activations=True, verbose=False)
+    plan = Plan(sparsity=LayerTargets({"0": 75, "2": 75}), quantization=BitPlan({"0": 4, "2": 4}, settings={k: v for k, v in sweep[0].settings.items() if k != "bits"}))
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="activations need ranges"):
+        plan.apply(model)
+    assert changes(before, fingerprint(model)) == []
+    with Compressor(model, x, ("sparsity", "quantization"), settings={"quantization": plan.quantization.settings}, calibration_data=x)(plan), torch.no_grad():
+        expected = model(x)
+    plan.apply(model, x, calibration_data=x)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def test_locked_is_no_mapping():
+    """Levels for locked layers are bounds."""
+    model = toy()
+    with pytest.raises(TypeError, match="say bounds="):
+        allocate(made_up(model, "sparsity", np.random.default_rng(0)), "50%", model=model, locked={"0": 50})
+    assert allocate(made_up(model, "sparsity", np.random.default_rng(0)), "50%", model=model, locked=None, combine=None).sparsity
+
+
+def test_compiled_model():
+    """Multiply-accumulates of a model in the shell of `torch.compile`."""
+    model = toy()
+    compiled = torch.compile(model)
+    assert {n.removeprefix("_orig_mod."): v for n, v in unit_macs(compiled, x)[0].items()} == unit_macs(model, x)[0]

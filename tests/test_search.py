@@ -95,7 +95,7 @@ def test_path_keeps_to_bounds():
         r = search(net, eval_fn, 85 if "locked" not in kwargs else 70, evaluations=120, **kwargs)
         at, least, most = kwargs.get("locked", {}), kwargs.get("min_pct", 0), kwargs.get("max_pct", 100)
         assert all(pct == at[n] if n in at else least - 1e-9 <= pct <= most + 1e-9 for n, pct in r.plans["search"].items())
-        assert abs(r.plans["search"].mean(net) - r.target_pct) < 1e-6
+        assert abs(r.plans["search"].mean(net) - r.budgets["sparsity"]) < 1e-6
 
 
 def test_bounds_locked_and_layers():
@@ -331,3 +331,16 @@ def test_least_total_is_best_for_convex_curves(n, seed, target):
         if other@weights/weights.sum() <= target: assert cost(other) >= cost(kept)*(1 - 2e-3)
     wild = least_total([(grid, rng.normal(size=400)) for _ in range(n)], weights, target)
     assert abs(wild@weights/weights.sum() - target) < 1e-9
+
+
+def test_norms_that_the_data_never_reach_keep_their_statistics():
+    """As in a head that is used in training only."""
+    class Aux(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.aux = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        def forward(self, x): return self.main(x)
+    model = Aux().eval()
+    model.aux.running_mean.fill_(3)
+    reestimate_norms(model, torch.randn(20, 3) + 5)
+    assert model.aux.running_mean.tolist() == [3, 3, 3] and model.main.running_mean.mean() > 4
