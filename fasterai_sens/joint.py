@@ -18,7 +18,7 @@ from .criteria import large_final
 from .evaluate import Score
 from .inputs import batches, check_sample
 from .measure import evaluate, untouched
-from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, planned, set_up
+from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, option_costs, planned, set_up
 from .prune import in_one_ranking, n_granules
 from .results import Plan, check_count, in_turn
 from .search import Meter, Recalibrated, SearchResult, _progress, check_functions, rank_plans
@@ -70,8 +70,9 @@ def one_round(
     near = [Choice(c.name, c.members, [at, *moves(c, at, share, pairs)], [], []) for c, at in zip(choices, now, strict=True)]
     rises = [[0., *(meter.worth_of([*now[:k], levels, *now[k+1:]]) - worth for levels in c.levels[1:])] for k, c in enumerate(near)]
     stay, found = [0]*len(near), []
+    costs = option_costs(meter.masker, near, stay, tuple(budgets))
     for n in dict.fromkeys((None, math.ceil(len(near)/3), math.ceil(len(near)/10))):
-        new = choose_around(rises, near, stay, budgets, meter.masker, excluding(near, pairs), n)
+        new = choose_around(rises, near, stay, budgets, meter.masker, excluding(near, pairs), n, costs=costs)
         if new and new != stay and new not in [at for _, at in found]: found.append((meter.worth_of([c.levels[i] for c, i in zip(near, new, strict=True)]), new))
     best, new = min(found, default=(math.inf, stay), key=lambda f: f[0])
     return ([c.levels[i] for c, i in zip(near, new, strict=True)], best) if best < worth else (now, worth)

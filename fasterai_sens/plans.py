@@ -489,10 +489,11 @@ def choose_around(
     apart:list,      # from `excluding`
     moves=None,      # most choices that may change; None: all
     gap=None,        # as in `choose`
+    costs:list|None=None, # from `option_costs`, if it is known; None: count now
     tries:int=6,     # how often to ask for more
 )->list|None:        # index of an option, one a choice
     "The best choice within the budgets, with savings as they are around the present one; None if none was found"
-    costs, ask = option_costs(compressor, choices, picked, tuple(budgets)), dict(budgets)
+    costs, ask = costs or option_costs(compressor, choices, picked, tuple(budgets)), dict(budgets)
     rises = {n: [[at[n] - costs[k][i][n]*(k > 0) for at in costs[k]] for k, i in enumerate(picked)] for n in budgets}
     if moves is not None: rises["moves"], ask["moves"] = [[float(j != i) for j in range(len(of))] for i, of in zip(picked, damage, strict=True)], moves
     for _ in range(tries):

@@ -5,6 +5,8 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from fasterai_sens import changes, count_flops_params, fingerprint
+
 root = Path(__file__).parent.parent
 text = (root / "README.md").read_text()
 
@@ -13,7 +15,7 @@ def test_quick_start_runs(capsys):
     """The blocks run one after the other, as a reader would run them, and do what the text says."""
     matplotlib.use("Agg")
     names = {}
-    first, plain, pruning, bits = (compile(block, "README.md", "exec") for block in re.findall(r"```python\n(.*?)```", text, re.S))
+    first, plain, pruning, sizes, bits, budget = (compile(block, "README.md", "exec") for block in re.findall(r"```python\n(.*?)```", text, re.S))
     exec(first, names)
     exec(plain, names)
     assert "most sensitive (fragile)" in capsys.readouterr().out
@@ -26,10 +28,18 @@ def test_quick_start_runs(capsys):
     exec(pruning, names)
     assert sum(p.numel() for p in names["learn"].model.parameters()) < .7 * params
     assert names["ratios"]["conv1"] == names["ratios"]["layer1.0.conv2"]
+    before = fingerprint(names["learn"].model)
+    exec(sizes, names)
+    assert changes(before, fingerprint(names["learn"].model)) == [] and names["small"].size <= .8*names["small"].dense_size
+    assert names["curve"].points[0].size_pct == 100 and re.search("passes|fails|not enough data to tell", capsys.readouterr().out)
     exec(bits, names)
     model, plan = names["model"], names["plan"]
     assert plan.mean(model) <= 4 and names["applied"].size_bytes == plan.size_bytes
     assert all(m.weight[0].unique().numel() <= 2 ** plan[n] for n, m in model.named_modules() if n in plan), "the fit ends with rounded weights"
+    whole = count_flops_params(model, names["images"][:1], verbose=False)[0]
+    exec(budget, names)
+    best = names["best"]
+    assert best.costs["bytes"] <= .15*best.whole["bytes"] and count_flops_params(model, names["images"][:1], verbose=False)[0] == best.costs["flops"] <= .75*whole
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
