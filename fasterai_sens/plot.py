@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from fastcore.basics import patch
 
-from .degradation import DegradationResult, allowed_drop, allowed_points
+from .degradation import DegradationResult, allowed_drop, allowed_points, check_drop, guessed_scale
 from .results import LayerTargets, SensitivityResult, SweepResult, damage, in_bits, label, plan_basis
 from .schedules import Schedule
 from .search import SearchResult
@@ -115,13 +115,14 @@ def plot(self:SweepResult,
 def _limits(curve:DegradationResult, allowed)->dict:
     "Label -> metric that is just allowed"
     sign = 1 if curve.higher_is_better else -1
-    if allowed is None: allowed = {t: allowed_drop(t, curve.baseline_metric) for t in allowed_points} if 0 <= curve.baseline_metric <= 100 else {}
-    drops = allowed if isinstance(allowed, Mapping) else {f"drop {allowed:g}": allowed}
-    return {label: curve.baseline_metric - sign*d for label, d in drops.items()}
+    about = curve.baseline_metric, curve.higher_is_better
+    if allowed is None: allowed = {t: allowed_drop(t, about[0], higher_is_better=about[1]) for t in allowed_points} if guessed_scale(*about) else {}
+    drops = allowed if isinstance(allowed, Mapping) else {f"drop {check_drop(allowed):g}": allowed}
+    return {label: curve.baseline_metric - sign*check_drop(d, *about, curve.metric_name) for label, d in drops.items()}
 
 @patch
 def plot(self:DegradationResult,
-    allowed=None,    # drop that is allowed, or label -> such a drop, in units of the metric; None: those of the tasks in `allowed_points`
+    allowed=None,    # drop that is allowed, or label -> such a drop, in units of the metric; None: those of the tasks in `allowed_points`, where the baseline tells the scale
     figsize=(8, 4),  # width and height in inches, if `ax` is None
     ax=None,         # Axes to draw into
 ):                   # matplotlib Axes

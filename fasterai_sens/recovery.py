@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['kinds', 'scaled_plan', 'stage_targets', 'remember', 'fresh_optimizer', 'SparseStages', 'PrunedStages', 'HoldStage',
-           'fine_tune', 'RecoveryResult', 'check_stages', 'check_setting', 'check_drop', 'check_baseline', 'run_stages',
-           'gradual_degradation_recovery']
+           'fine_tune', 'RecoveryResult', 'check_stages', 'check_setting', 'run_stages', 'gradual_degradation_recovery']
 
 # %% ../nbs/20_recovery.ipynb #01bc4bfa
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from time import perf_counter
 
 import fastai.callback.schedule
@@ -26,7 +24,8 @@ from torch import nn
 from .baselines import check_reach, scale_to_mean
 from .callbacks import PruneCallback, SparsifyCallback
 from .criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
-from .evaluate import Score, compare, falls, learner_criterion, learner_eval, learner_metric, learner_sample
+from .degradation import check_baseline, check_drop, drop_between, slack
+from .evaluate import Score, falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches
 from .layers import all_units, find_units, target_units
 from .measure import evaluate
@@ -280,25 +279,6 @@ def check_setting(
     if c.needs in (INITIAL, PREVIOUS) and c.refs is None: raise ValueError(c.how_to())
     return c
 
-# %% ../nbs/20_recovery.ipynb #7641d1c5
-def check_drop(
-    max_drop, # as the user gave it
-):
-    "Raises ValueError for anything but None or a number, 0 or more"
-    if max_drop is None: return
-    if isinstance(max_drop, bool) or not isinstance(max_drop, Real) or not 0 <= max_drop < math.inf: raise ValueError(f"max_drop is how much of the metric may be lost, a number, 0 or more; got {max_drop!r}")
-
-def check_baseline(
-    base:Score,       # untouched model
-    max_drop,         # checked by itself
-    metric_name:str,
-    higher_is_better:bool, # direction of the metric
-):
-    "Raises ValueError for a baseline that is not finite, and for a drop that is impossible"
-    if not math.isfinite(base.value): raise ValueError(f"the {metric_name} of the untouched model is {base.value}; nothing can be compared with that")
-    if max_drop is not None and higher_is_better and 0 <= base.value <= 1 <= max_drop:
-        raise ValueError(f"max_drop is in units of the metric, and {metric_name} is {base.value:.4f} now: a drop of two points is 0.02; got {max_drop:g}")
-
 # %% ../nbs/20_recovery.ipynb #368a92c9
 def _progress(total:int, verbose:bool)->Callable:
     "What to call, with a text or without, after each compression and each epoch: moves fastprogress's bar"
@@ -314,11 +294,11 @@ def _progress(total:int, verbose:bool)->Callable:
 def _row(learn, sample, base:Score, scores:tuple, result, **stage)->dict:
     "What is recorded of a stage, from the scores before it, compressed, and fine-tuned"
     before, compressed, tuned = scores
-    drop, stderr, ci = compare(base, tuned, result.higher_is_better)
+    drop, stderr, ci = drop_between(base, tuned, result.higher_is_better)
     size, found = model_size(learn.model, sample), sparsity_report(find_units(learn.model)[0])
     zeros, weights = (sum(r[k] for r in found) for k in ("zeros", "weights"))
     return dict(stage, metric_before=before.value, metric_compressed=compressed.value, metric=tuned.value, drop=drop, stderr=stderr, low=ci and ci[0], high=ci and ci[1],
-                passed=math.isfinite(drop) and (result.max_drop is None or drop <= result.max_drop + 1e-9), zeros_pct=100*zeros/weights, params=size["params"], macs=size["macs"])
+                passed=math.isfinite(drop) and (result.max_drop is None or drop <= result.max_drop + slack), zeros_pct=100*zeros/weights, params=size["params"], macs=size["macs"])
 
 # %% ../nbs/20_recovery.ipynb #b5a1c9b2
 def run_stages(
@@ -336,7 +316,8 @@ def run_stages(
     try:
         learn.model.to(getattr(learn.dls, "device", None))   # where it would be trained
         steps, base = make(), score()
-        check_baseline(base, result.max_drop, result.metric_name, result.higher_is_better)
+        check_baseline(base, result.metric_name)
+        if result.max_drop is not None: check_drop(result.max_drop, base.value, result.higher_is_better, result.metric_name)
         before, result.baseline_metric = base, base.value
         for i, (level, epochs) in enumerate(plan):
             start = perf_counter()
@@ -382,7 +363,7 @@ def gradual_degradation_recovery(
     "Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`. Raises TypeError, ValueError and KeyError; whatever is raised, the last good stage stays"
     name, (levels, epochs) = learner_metric(learn, metric)[0], check_stages(stages, epochs)
     c, eval_fn = check_setting(learn, compression, criteria, fit_kwargs.get("cbs")), learner_eval(learn, metric, dl)
-    check_drop(max_drop)
+    if max_drop is not None: max_drop = check_drop(max_drop)
     targets, higher = stage_targets(learn.model, levels, compression, plan), not falls(metric, name) if higher_is_better is None else higher_is_better
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, learn.dls.train)
     result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=dict(criteria=c.name, granularity=granularity, recalibrated=recalibrate is not None))

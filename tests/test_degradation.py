@@ -320,7 +320,7 @@ def test_metrics_that_break_and_pairs():
     def metric(m): return (float("nan") if n_bytes(m) < .5*full else 0., n_bytes(m)/full)
 
     curve = analyze_degradation(net, x[:1], metric, [100, 80, 30], verbose=False, runs=0)
-    assert [math.isnan(p.metric) for p in curve] == [False, False, True] and curve.smallest_within(1e9) is curve[1]
+    assert [math.isnan(p.metric) for p in curve] == [False, False, True] and curve.smallest_within(.9) is curve[1]
     assert curve[2].objective == curve[2].size/full and curve.to_dataframe().objective.tolist() == [p.objective for p in curve]
     assert "nan" in curve._repr_html_() and curve.plot().get_xlabel()
     with pytest.raises(ValueError, match="must return a pair"): analyze_degradation(net, x[:1], lambda m: (1., 1.) if n_bytes(m) == full else 1., [50], verbose=False)
@@ -349,16 +349,50 @@ def test_recommendations(up):
     """Every task names its smallest size in both directions, with the metric to expect there."""
     drops = [0, .008, .03, .08, .14]
     curve = curve_of(drops, up, base=.9 if up else .1)
-    taken = {task: recommend_compression_target(task, curve=curve).point.size_pct for task in allowed_points}
+    scale = None if up else 1
+    taken = {task: recommend_compression_target(task, curve=curve, full_scale=scale).point.size_pct for task in allowed_points}
     assert taken == dict(safety_critical=80, medical_diagnosis=80, standard_classification=60, ranking_recommendation=40, generative_creative=20)
-    t = recommend_compression_target("standard_classification", curve=curve)
+    t = recommend_compression_target("standard_classification", curve=curve, full_scale=scale)
     close([t.worst_metric, t.expected_metric], [.85, .87] if up else [.15, .13], 1e-9)
     assert t.expected_ci is None and recommend_compression_target(max_drop_pct=50, curve=curve).allowed_drop == pytest.approx(.45 if up else .05)
     assert curve.knee.size_pct == 60
-    other = recommend_compression_target("standard_classification", .5, curve)   # measured on other data
+    other = recommend_compression_target("standard_classification", .5, curve, full_scale=scale)   # measured on other data
     close(other.expected_metric, .47 if up else .53, 1e-9)
     with pytest.raises(ValueError, match="leave it out"): recommend_compression_target(max_drop=.1, curve=curve, higher_is_better=not up)
     with pytest.raises(ValueError, match="baseline is the metric"): recommend_compression_target("safety_critical", float("nan"))
+
+
+def test_a_loss_has_no_scale():
+    """Points of a metric where lower is better are not guessed, and not drawn; what a full scale is must make sense."""
+    net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4], False, base=1.5)
+    for loss in (1.5, .8):
+        with pytest.raises(ValueError, match="does not tell where lower is better; give"): recommend_compression_target("standard_classification", loss, higher_is_better=False)
+        with pytest.raises(ValueError, match="does not tell where lower is better; give"): validate_compression_target(loss, net, lambda m: loss, "safety_critical", higher_is_better=False)
+    with pytest.raises(ValueError, match="does not tell"): recommend_compression_target("safety_critical", curve=curve)
+    assert recommend_compression_target("safety_critical", curve=curve, full_scale=10).allowed_drop == pytest.approx(.1)
+    assert not curve.plot().texts and len(curve_of([0, .1, .2, .3, .4]).plot().texts) == len(allowed_points)
+    for scale in (-1, 0, "x", True, math.inf, math.nan):
+        with pytest.raises(ValueError, match="full_scale is a number above 0"): recommend_compression_target("safety_critical", .9, full_scale=scale)
+
+
+def test_just_what_is_allowed():
+    """.9 - .85 is more than .05 in floating point, and within it."""
+    assert .9 - .85 > .05
+    assert validate_compression_target(.9, nn.Linear(1, 1), lambda m: .85, .05).verdict == "passes"
+    assert not validate_compression_target(.9, nn.Linear(1, 1), lambda m: .85 - 1e-6, .05)
+    assert curve_of([0, .01, .05, .2, .3]).smallest_within(.05).size_pct == 60
+    assert recommend_compression_target("standard_classification", curve=curve_of([0, .01, .05, .2, .3])).point.size_pct == 60
+
+
+def test_points_for_a_metric_up_to_1():
+    """Two points given as 2 would let everything pass; a loss may rise by that."""
+    net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4])
+    up = (lambda: validate_compression_target(.9, net, lambda m: .1, 5), lambda: recommend_compression_target(max_drop=1, baseline=.9), lambda: curve.smallest_within(2), lambda: curve.plot(5),
+          lambda: validate_compression_target(.1, net, lambda m: .9, 5, higher_is_better=False, metric_name="error_rate"))
+    for f in up:
+        with pytest.raises(ValueError, match="two points are 0.02; got"): f()
+    assert validate_compression_target(.9, net, lambda m: 3., 5, higher_is_better=False, metric_name="loss") and validate_compression_target(90., net, lambda m: 88., 5)
+    assert recommend_compression_target("standard_classification", curve=curve_of([0, .1, .2, .3, .4]), full_scale=100).point.size_pct == 20   # an accuracy below 1 %, whoever wants that
 
 
 def test_intervals_of_right_and_wrong_cover():
@@ -391,6 +425,18 @@ def test_verdicts_need_data():
     lower = validate_compression_target(.2, net, lambda m: .3, target := recommend_compression_target(max_drop=.05, baseline=.2, higher_is_better=False))
     assert lower.verdict == "fails" and lower.drop == pytest.approx(.1)
     with pytest.raises(ValueError, match="is False for the target"): validate_compression_target(.2, net, lambda m: .3, target, higher_is_better=True)
+
+
+def test_one_sample_is_no_proof():
+    """Right or wrong, or any other score: a single one passes no standard, and no number is made up for it."""
+    net = nn.Linear(1, 1)
+    right = validate_compression_target(torch.ones(1), net, lambda m: torch.ones(1), "safety_critical")
+    assert right.verdict == "not enough data to tell" and right.ci[1] > .7 and right.more_samples > 100
+    for score in (.5, .1, .9):
+        other = validate_compression_target(torch.tensor([.5]), net, lambda m, s=score: torch.tensor([s]), .01)
+        assert (other.verdict, other.ci, other.more_samples) == ("not enough data to tell", None, None) and "one sample" in other.advice[0]
+    assert validate_compression_target(torch.tensor([.5]), net, lambda m: torch.tensor([math.nan]), .01).verdict == "fails"
+    assert validate_compression_target(.9, net, lambda m: .9, .01)   # one number is not one sample
 
 
 def test_critical_layers_of_a_sweep():
