@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['columns', 'slack', 'allowed_points', 'changed_ci', 'ci_with', 'drop_between', 'SizePoint', 'DegradationResult',
-           'size_point', 'check_drop', 'check_baseline', 'measure_plan', 'plan_name', 'check_sizes', 'scored',
-           'baseline_score', 'analyze_degradation', 'allowed_drop', 'guessed_scale', 'CompressionTarget',
+           'size_point', 'check_drop', 'check_baseline', 'measure_plan', 'plan_name', 'check_sizes', 'check_eval',
+           'scored', 'baseline_score', 'analyze_degradation', 'allowed_drop', 'guessed_scale', 'CompressionTarget',
            'recommend_compression_target', 'identify_critical_layers', 'Validation', 'find_verdict', 'samples_needed',
            'validate_compression_target', 'advise']
 
@@ -28,7 +28,7 @@ from .evaluate import Score, as_score, compare
 from .measure import evaluate, untouched
 from .results import LayerTargets, SensitivityResult, SweepResult, as_targets, check_count, damage, format_table, read_json, revive, unknown_name, write_json
 from .search import Recalibrated
-from .sizes import Compressed, Steps, check_size, find_steps, planner
+from .sizes import Compressed, Steps, check_size, cost_name, find_steps, planner
 from .state import leave_no_trace
 
 # %% ../nbs/17_degradation.ipynb #b27e27e6
@@ -111,7 +111,7 @@ class DegradationResult:
     def title(self)->str:
         "Method and plan in words, such as 'pruning, uniform'"
         return ", ".join(filter(None, [self.compression, self.settings.get("plan"), "recalibrated" if self.settings.get("recalibrated") else ""]))
-    def __repr__(self): return f"DegradationResult({self.compression}, {len(self)} sizes down to {min(p.size_pct for p in self.points):.3g} % of {self.dense_size:,} {self.cost}, {self.metric_name} {self.baseline_metric:.4f})"
+    def __repr__(self): return f"DegradationResult({self.compression}, {len(self)} sizes down to {min(p.size_pct for p in self.points):.3g} % of {self.dense_size:,} {cost_name(self.cost)}, {self.metric_name} {self.baseline_metric:.4f})"
 
 # %% ../nbs/17_degradation.ipynb #5da08cfc
 def size_point(
@@ -168,8 +168,8 @@ def _text(p:SizePoint)->list:
 @patch
 def _head(self:DegradationResult)->tuple:
     "Title and names of the columns"
-    return (f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f} | {self.dense_size:,} {self.cost}",
-            ["size %", self.cost, "ratio", self.metric_name, "drop", "95 %", "drop per fraction", "ms"])
+    return (f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f} | {self.dense_size:,} {cost_name(self.cost)}",
+            ["size %", cost_name(self.cost), "ratio", self.metric_name, "drop", "95 %", "drop per fraction", "ms"])
 
 @patch
 def summary(self:DegradationResult):
@@ -263,6 +263,12 @@ def check_sizes(
     return sorted({check_size(s, dense, absolute) for s in sizes}, reverse=True)
 
 # %% ../nbs/17_degradation.ipynb #beca72b9
+def check_eval(
+    eval_fn, # what the user gave
+):
+    "Raises TypeError if it cannot be called"
+    if not callable(eval_fn): raise TypeError(f"eval_fn is a function of the model; got {type(eval_fn).__name__}")
+
 def scored(
     model:nn.Module,  # comes back bit for bit, also if `eval_fn` writes to its weights
     eval_fn:Callable, # as for `analyze_degradation`
@@ -290,7 +296,7 @@ def analyze_degradation(
     eval_fn:Callable,     # model -> number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
     sizes=(100, 80, 60, 40, 20), # at most these: percent of the model as it is, or text such as "25 %"; in any order
     compression="pruning", # "pruning", "sparsity" or "quantization"
-    *, cost="bytes",      # what size is counted in: "bytes", "params" (parameters that are not zero) or "flops" (multiply-accumulates)
+    *, cost="bytes",      # what size is counted in: "bytes" (as stored, sparse weights with a bit mask, rounded ones packed), "params" (pruning: all parameters; sparsity: without zero weights) or "flops" (multiply-accumulates)
     absolute:bool=False,  # sizes are numbers of bytes, parameters or multiply-accumulates
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities, which give each size its own targets
     higher_is_better:bool=True, metric_name:str="accuracy", # direction of the metric, and its name
@@ -303,6 +309,7 @@ def analyze_degradation(
 )->DegradationResult:
     "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer"
     check_count(runs, "runs", least=0)
+    check_eval(eval_fn)
     steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
     dense, find = steps.size({}, cost), planner(steps, cost, plan, max_pct)
     plans = {target: find(target)[0] for target in check_sizes(sizes, dense, absolute)}
@@ -374,6 +381,7 @@ def recommend_compression_target(
 )->CompressionTarget:
     "The allowed drop and, on a curve, the smallest size within it. Raises ValueError for what makes no sense"
     if baseline is None and curve is None: raise ValueError("give the baseline, or a curve that has it")
+    if curve is not None and not isinstance(curve, DegradationResult): raise TypeError(f"curve is what analyze_degradation returned; got {type(curve).__name__}")
     base = curve.baseline_metric if baseline is None else baseline
     if isinstance(base, bool) or not isinstance(base, Real) or not math.isfinite(base): raise ValueError(f"baseline is the metric of the untouched model, a number; got {base!r}")
     if curve is not None and higher_is_better not in (None, curve.higher_is_better): raise ValueError(f"higher_is_better is {curve.higher_is_better} for the curve; leave it out")
@@ -400,8 +408,9 @@ def identify_critical_layers(
     n:int|None=None,   # how many; None: all
     *, min_drop=None,  # only those whose damage is above this, in units of the metric
 )->list:               # layer names, most sensitive first; of coupled layers the first
-    "The layers that compression hurts most. Raises TypeError for a wrong kind"
+    "The layers that compression hurts most. Raises TypeError for a wrong kind, ValueError for a `min_drop` that is no number"
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
+    if min_drop is not None and (isinstance(min_drop, bool) or not isinstance(min_drop, Real) or math.isnan(min_drop)): raise ValueError(f"min_drop is a number, in units of the metric; got {min_drop!r}")
     worst = {}
     for r in result if isinstance(result, SweepResult) else [result]:
         for row in r.ranked: worst[row.name] = max(damage(row, "metric"), worst.get(row.name, -math.inf))
@@ -467,7 +476,9 @@ def validate_compression_target(
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
     "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, or if the samples differ"
+    check_eval(eval_fn)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
+    if not isinstance(model, nn.Module): raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__}")
     up = getattr(allowed, "higher_is_better", higher_is_better in (None, True))
     if higher_is_better not in (None, up): raise ValueError(f"higher_is_better is {up} for the target; leave it out")
     getattr(eval_fn, "new_baseline", lambda: None)()

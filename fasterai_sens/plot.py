@@ -16,6 +16,7 @@ from .degradation import DegradationResult, allowed_drop, allowed_points, check_
 from .results import LayerTargets, SensitivityResult, SweepResult, damage, in_bits, label, plan_basis
 from .schedules import Schedule
 from .search import SearchResult
+from .sizes import cost_name
 
 # %% ../nbs/19_plot.ipynb #75877c60
 def shares(
@@ -137,7 +138,7 @@ def plot(self:DegradationResult,
     for name, metric in _limits(self, allowed).items():
         ax.axhline(metric, color="0.5", linestyle="--", linewidth=1)
         ax.annotate(f"{name}, {metric:.4g}", (.995, metric), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="0.35")
-    ax.set(xlabel=f"size (% of {self.dense_size:,} {self.cost})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
+    ax.set(xlabel=f"size (% of {self.dense_size:,} {cost_name(self.cost)})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
     ax.xaxis.set_inverted(True)
     ax.grid(alpha=.3)
     ax.legend(fontsize=8)

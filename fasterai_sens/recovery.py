@@ -33,6 +33,7 @@ from .plot import plot_stages
 from .prune import Pruner, model_size, resolve
 from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_pct, format_table, read_json, revive, write_json
 from .search import Recalibrated, reestimate_norms
+from .sizes import check_measured
 from .sparsify import Sparsifier, sparsity_report
 from .state import keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
 
@@ -59,12 +60,12 @@ def stage_targets(
     levels:list,     # the stages, percent
     compression:str, # "sparsity" or "pruning"
     plan=None,       # layer name -> percent, a `SweepResult` or `SensitivityResult`, or None
+    settings=(),     # granularity and criteria of the stages
 )->list:             # one a stage: percent, or `LayerTargets`
     "What each stage asks for. Raises KeyError for an unknown layer, ValueError for a plan that is for something else or cannot reach a stage, TypeError for none"
     if plan is None: return list(levels)
     if isinstance(plan, SweepResult | SensitivityResult):
-        kind = (plan[0] if isinstance(plan, SweepResult) else plan).compression_type
-        if kind != compression: raise ValueError(f"the plan comes from a measurement of {kind}, the stages are of {compression}")
+        check_measured(plan, compression, dict(settings))
         return [plan.to_layer_targets(model, level, max_pct=99) for level in levels]
     if not isinstance(plan, Mapping): raise TypeError(f"plan maps layer names to percent, or is a SweepResult or SensitivityResult; got {type(plan).__name__}")
     if getattr(plan, "unit", "percent") != "percent": raise ValueError(f"a plan for {compression} is in percent; this one is in {plan.unit}")
@@ -272,7 +273,7 @@ def check_setting(
     cbs,         # callbacks for the fits
 )->Criterion:
     "The criterion. Raises ValueError for an unknown compression, a criterion that misses the earlier weights it compares with, and for callbacks that compress as well"
-    if compression not in kinds: raise ValueError(f"compression is {' or '.join(map(repr, kinds))}; got {compression!r}")
+    if not isinstance(compression, str) or compression not in kinds: raise ValueError(f"compression is {' or '.join(map(repr, kinds))}; got {compression!r}")
     other = next((cb for cb in (*learn.cbs, *L(cbs)) if isinstance(cb, SparsifyCallback | PruneCallback)), None)
     if other: raise ValueError(f"{type(other).__name__} compresses by a schedule of its own; leave it out")
     c = learner_criterion(learn, criteria)
@@ -364,9 +365,10 @@ def gradual_degradation_recovery(
     name, (levels, epochs) = learner_metric(learn, metric)[0], check_stages(stages, epochs)
     c, eval_fn = check_setting(learn, compression, criteria, fit_kwargs.get("cbs")), learner_eval(learn, metric, dl)
     if max_drop is not None: max_drop = check_drop(max_drop)
-    targets, higher = stage_targets(learn.model, levels, compression, plan), not falls(metric, name) if higher_is_better is None else higher_is_better
+    settings = dict(criteria=c.name, granularity=granularity)
+    targets, higher = stage_targets(learn.model, levels, compression, plan, settings), not falls(metric, name) if higher_is_better is None else higher_is_better
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, learn.dls.train)
-    result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=dict(criteria=c.name, granularity=granularity, recalibrated=recalibrate is not None))
+    result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=settings | dict(recalibrated=recalibrate is not None))
     if recalibrate is not None:
         with Recalibrated(recalibrate, sample)(learn.model): pass   # raises if it cannot be done, before anything is trained
     def train(n, holder):

@@ -31,13 +31,14 @@ from fasterai_sens import (
     n_bytes,
     quantize_model,
     recommend_compression_target,
+    squared_final,
     validate_compression_target,
     wanda,
 )
 from fasterai_sens.degradation import DegradationResult, allowed_points, drop_between, size_point
 from fasterai_sens.evaluate import Score
 from fasterai_sens.layers import find_units
-from fasterai_sens.sizes import PrunedSteps, QuantizedSteps, SparseSteps, planner, step_methods
+from fasterai_sens.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, step_methods
 
 g = torch.Generator().manual_seed(0)
 x = torch.randn(64, 3, 6, 6, generator=g)
@@ -198,11 +199,21 @@ def test_out_of_reach_says_what_is_possible():
         with pytest.raises(ValueError, match="out of reach: down to") as e: compress_to_size(net, x[:1], 1, compression)
         limit = int(e.value.args[0].split("down to ")[1].split(" ")[0].replace(",", ""))
         assert compress_to_size(net, x[:1], limit, compression, absolute=True).size == limit
+        pct = e.value.args[0].rsplit("(", 1)[1].split(" %")[0]
+        assert compress_to_size(net, x[:1], float(pct), compression).size == compress_to_size(net, x[:1], f"{pct} %", compression).size == limit
         with pytest.raises(ValueError, match="out of reach"): compress_to_size(net, x[:1], limit - 1, compression, absolute=True)
     with pytest.raises(ValueError, match="say absolute=True"): compress_to_size(net, x[:1], 5000)
     with pytest.raises(ValueError, match="can lose channels"): compress_to_size(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3), 50)
     with pytest.raises(TypeError, match="model is an nn.Module"): compress_to_size("net", x[:1], 50)
     with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning"): compress_to_size(net, x[:1], 50, cost="macs")
+
+
+def test_percent_named_in_an_error_is_enough():
+    """Rounded up, whatever the sizes: a budget of that percentage holds what is possible."""
+    for dense in (97, 5516, 10000, 44_730_512):
+        for least in {1, dense//2000 + 1, dense//20, dense//20 + 1, dense//3, dense - 1, dense}:
+            assert least <= check_size(f"{pct_up(least, dense)} %", dense) <= max(least*1.011, least + 1e-6)
+    assert pct_up(0, 97) == "0"
 
 
 def test_blocks_criteria_and_layers():
@@ -228,6 +239,15 @@ def test_already_sparse_weights_are_not_counted_twice():
     assert small.dense_size == counted(net, "params") and small.size == counted(small.model, "params") == math.floor(.8*small.dense_size)
 
 
+def test_dense_size_is_that_of_the_model():
+    """Zeros that were there count as zeros, whichever layers may be compressed."""
+    net = small_net()
+    Sparsifier(net).sparsify_model(50)
+    for cost in ("params", "bytes"):
+        some, every = (compress_to_size(net, x[:1], 90, "sparsity", cost=cost, layers=layers) for layers in (["3"], None))
+        assert some.dense_size == every.dense_size == counted(net, cost) and some.size == counted(some.model, cost) <= .9*some.dense_size
+
+
 def made_up_result(deltas, level=50, compression="sparsity"):
     """A result with these damages for the layers of `small_net`"""
     params = {u.name: u.params for u in find_units(small_net())[0]}
@@ -245,6 +265,30 @@ def test_more_sensitive_is_less_compressed(deltas, target):
     assert abs(small.plan.mean(small_net()) - target) < 1e-6
     zeros = [float((small.model[int(n)].weight == 0).float().mean()) for n in identify_critical_layers(result)]
     assert zeros[0] < zeros[-1]
+
+
+@pytest.mark.parametrize("compression", ["sparsity", "pruning", "quantization"])
+def test_measured_plan_for_some_layers(compression):
+    """What was measured of the other layers is left out, and they stay as they are."""
+    net = small_net()
+    sweep = SensitivityAnalyzer(net, x[:1], loss_of(net), higher_is_better=False).sweep(compression, [8, 4] if compression == "quantization" else [30, 60], verbose=False)
+    small = compress_to_size(net, x[:1], 80, compression, plan=sweep, layers=["3"])
+    assert set(small.plan) == {"3"} and small.size <= .8*small.dense_size and torch.equal(small.model[0].weight, net[0].weight)
+    part = SweepResult([SensitivityResult(r.compression_type, r.compression_level, r.baseline_metric, r.layers[:1]) for r in sweep])
+    with pytest.raises(ValueError, match="none of the layers that were named was measured: 3"): compress_to_size(net, x[:1], 80, compression, plan=part, layers=["3"])
+
+
+def test_measured_with_other_settings():
+    """A plan is carried out with the criterion and the blocks it was measured with, or not at all."""
+    net = small_net()
+    analyzer = SensitivityAnalyzer(net, x[:1], loss_of(net), higher_is_better=False, criteria=squared_final)
+    one, filters, pruned = (analyzer.analyze("sparsity", 50, verbose=False), analyzer.analyze("sparsity", 50, granularity="filter", verbose=False), analyzer.analyze("pruning", 50, verbose=False))
+    for f in (lambda: compress_with_layer_sensitivity(net, x[:1], one), lambda: compress_to_size(net, x[:1], 70, "sparsity", plan=one), lambda: compress_to_size(net, x[:1], 70, plan=pruned),
+              lambda: analyze_degradation(net, x[:1], loss_of(net), [70], "sparsity", plan=SweepResult([one]), verbose=False)):
+        with pytest.raises(ValueError, match="measured with criteria=squared_final, and criteria is large_final here"): f()
+    with pytest.raises(ValueError, match="granularity=filter, and granularity is weight here"): compress_to_size(net, x[:1], 70, "sparsity", plan=filters, criteria=squared_final)
+    assert compress_to_size(net, x[:1], 70, "sparsity", plan=filters, criteria=squared_final, granularity="filter").size_pct <= 70
+    assert compress_with_layer_sensitivity(net, x[:1], pruned, 30, criteria=squared_final).plan
 
 
 def test_more_sensitive_loses_fewer_channels():
@@ -445,6 +489,20 @@ def test_critical_layers_of_a_sweep():
     harsh.layers[1].prunable = False
     assert identify_critical_layers(SweepResult([mild, harsh])) == ["0", "3"]
     assert identify_critical_layers(mild, 1) == ["0"] and identify_critical_layers(mild, min_drop=.5) == []
+
+
+def test_wrong_kinds():
+    """What cannot be meant is refused where it is given, by name."""
+    net, result, curve = small_net(), made_up_result({"0": .3, "3": .1}), curve_of([0, .1, .2, .3, .4])
+    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): analyze_degradation(net, x[:1], .9, verbose=False)
+    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): validate_compression_target(.9, net, .8, .05)
+    with pytest.raises(TypeError, match="compressed is the compressed model, .* got NoneType"): validate_compression_target(.9, None, lambda m: .8, .05)
+    with pytest.raises(TypeError, match="curve is what analyze_degradation returned; got list"): recommend_compression_target(max_drop=.1, curve=[.9, .8])
+    for value in ("5 %", True, math.nan):
+        with pytest.raises(ValueError, match="min_drop is a number"): identify_critical_layers(result, min_drop=value)
+    for allowed in ("standard_classification", -5, {"mine": -5}, True):
+        with pytest.raises(ValueError, match="an allowed drop is a number, 0 or more"): curve.plot(allowed)
+    with pytest.raises(ValueError, match="gamma is for sensitivities at one level"): compress_with_layer_sensitivity(net, x[:1], SweepResult([result]), gamma=2)
 
 
 def test_on_real_digits():

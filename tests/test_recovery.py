@@ -405,6 +405,8 @@ def test_plan_from_a_sweep(compression):
         assert widths(learn.model) == {"stem": 16 - int(16 * t["stem"] / 100), "conv1": 24 - int(24 * t["conv1"] / 100), "conv2": 16 - int(16 * t["stem"] / 100), "head": 10}
     else:
         assert zeros(learn.model) == {n: int(SIZES[n] * pct / 100 + 1e-9) for n, pct in expected[-1].items()}
+    with pytest.raises(ValueError, match="measured with criteria=large_final, and criteria is taylor here"):
+        recover(learner(), (30,), compression=compression, plan=sweep, criteria=taylor)
     one = recover(learner(), (30,), compression=compression, plan=sweep[1], epochs=0)
     assert one.targets[0].mean(learner().model) == pytest.approx(30)
 
@@ -438,6 +440,7 @@ def test_criteria(compression):
         (dict(epochs=1.5), ValueError, "whole number"),
         (dict(epochs=[1]), ValueError, "there are 4 stages and epochs for 1"),
         (dict(compression="quantization"), ValueError, "'sparsity' or 'pruning'"),
+        (dict(compression=["sparsity"]), ValueError, "'sparsity' or 'pruning'"),
         (dict(max_drop=-1), ValueError, "0 or more"),
         (dict(max_drop=math.nan), ValueError, "0 or more"),
         (dict(max_drop=5), ValueError, "two points are 0.02"),
