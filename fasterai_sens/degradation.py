@@ -399,6 +399,7 @@ def _advice(curve:DegradationResult, allowed:float, sure:bool)->str:
     "What a curve leaves open"
     p, perhaps = _smallest(curve, allowed, sure), _smallest(curve, allowed)
     if perhaps is None: return "no measured size is within it; measure larger ones, compress by sensitivities, or fine-tune"
+    if p is perhaps and p.size >= curve.dense_size > min(q.size for q in curve): return "nothing smaller that was measured is within it; measure sizes between, compress by sensitivities, or fine-tune"
     if p is not perhaps: return f"{perhaps.size_pct:.1f} % measured within it too ({perhaps.drop:+.4f}), but not surely: more samples would tell"
     return "it is the smallest size that was measured; smaller ones may do as well" if p.size == min(q.size for q in curve) else ""
 

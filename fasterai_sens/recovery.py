@@ -57,7 +57,7 @@ def scaled_plan(
 # %% ../nbs/20_recovery.ipynb #d8983b51
 def stage_targets(
     model:nn.Module, # untouched
-    levels:list,     # the stages, percent
+    levels:list,     # the stages, percent; with a plan, the mean over the weights of the layers it names
     compression:str, # "sparsity" or "pruning"
     plan=None,       # layer name -> percent, a `SweepResult` or `SensitivityResult`, or None
     settings=(),     # granularity and criteria of the stages
@@ -346,14 +346,14 @@ def _why(result:RecoveryResult)->str|None:
 # %% ../nbs/20_recovery.ipynb #c156f7c3
 def gradual_degradation_recovery(
     learn,                 # trained fastai Learner; its model is changed in place, and comes back as it was if no stage is within what is allowed
-    stages=(20, 40, 60, 80), # percent, rising: of the weights that are zero, or of the channels that are gone, both counted on the model as it comes
+    stages=(20, 40, 60, 80), # percent, rising: of the weights that are zero, or of the channels that are gone, both counted on the model as it comes; with a plan, their mean over the weights of the layers it names
     *, compression="sparsity", # "sparsity", or "pruning" of whole channels
     epochs=1,              # of fine-tuning after each stage; a number, or one a stage
     lr=None,               # largest learning rate of the one-cycle policy; None: the learner's
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
     higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
     max_drop=None,         # what a fine-tuned stage may lose against the untouched model, in units of the metric; None: anything that is a number
-    plan=None,             # layer name -> percent, stretched to the mean of each stage; or a `SweepResult`, solved for each stage; None: all layers alike
+    plan=None,             # layer name -> percent, stretched so that the mean over the layers named is that of each stage, the others stay as they are; or a `SweepResult`, solved for each stage over the layers measured; None: all layers alike
     criteria=large_final,  # which weights or channels matter
     granularity="weight",  # sparsity: block size, or an n:m pattern
     dl=None,               # data for the metric; None: the validation set

@@ -61,8 +61,8 @@ class Steps:
         "Levels of all units, alike, `share` of the way to the harshest"
         return np.full(len(self.units), 100*share)
     def scaled(self, levels, share:float)->np.ndarray:
-        "The levels at another scale: what is kept of each unit to a common power, from 0 to without end; half the way is the plan itself"
-        return 100*(1 - (1 - levels/100)**(share/max(1 - share, 1e-9)))
+        "The levels at another scale: what is kept of each unit to a common power, from 0 to without end; half the way is the plan itself, and before it a level of 100 counts as 99.9"
+        return 100*(1 - (1 - (np.minimum(levels, 99.9) if share < 1/2 else levels)/100)**(share/max(1 - share, 1e-9)))
     def size(self, plan, cost:str)->int:
         "How large the model is under `plan`"
         raise NotImplementedError
@@ -266,11 +266,11 @@ def measured_of(
     steps:Steps, # of the layers that may be compressed
 ):               # of the same kind
     "What was measured of these layers. Raises ValueError if that is nothing"
-    if isinstance(result, SweepResult): return SweepResult([measured_of(r, steps) for r in result], result.order)
-    mine = {layer.name for u in steps.units for layer in u.layers} | set(steps.refused)
-    rows = [row for row in result.layers if row.name in mine]
-    if not rows: raise ValueError(f"none of the layers that were named was measured: {', '.join(list(mine)[:3])}")
-    return replace(result, layers=rows)
+    mine = [layer.name for u in steps.units for layer in u.layers]
+    some = [replace(r, layers=[row for row in r.layers if row.name in {*mine, *steps.refused}]) for r in (result if isinstance(result, SweepResult) else [result])]
+    some = [r for r in some if r.layers]   # the rest of the layers may have stopped early
+    if not some: raise ValueError(f"none of the layers that were named was measured: {', '.join(mine[:3])}")
+    return SweepResult(some, result.order) if isinstance(result, SweepResult) else some[0]
 
 # %% ../nbs/16_sizes.ipynb #543d89bb
 def find_path(

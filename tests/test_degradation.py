@@ -166,6 +166,8 @@ def test_a_plan_is_scaled():
     for size in ("95 %", "60 %"):
         got = compress_to_size(net, x[:1], size, "sparsity", cost="params", plan=plan).plan
         assert set(got) == {"0", "3"} and got["3"] > got["0"]
+    mild = compress_to_size(net, x[:1], 95, "sparsity", cost="params", plan={"0": 20, "3": 100})
+    assert 94 < mild.size_pct <= 95 and 0 < mild.plan["3"] < 20, "a layer that goes altogether goes little by little"
     bits = planner(QuantizedSteps(net, x[:1]), "bytes", {"0": 8, "3": 4})
     assert bits(1700)[0]["0"] > bits(1700)[0]["3"]
 
@@ -205,7 +207,11 @@ def test_out_of_reach_says_what_is_possible():
     with pytest.raises(ValueError, match="say absolute=True"): compress_to_size(net, x[:1], 5000)
     with pytest.raises(ValueError, match="can lose channels"): compress_to_size(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3), 50)
     with pytest.raises(TypeError, match="model is an nn.Module"): compress_to_size("net", x[:1], 50)
-    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning"): compress_to_size(net, x[:1], 50, cost="macs")
+    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning; got 'macs'; multiply-accumulates are 'flops'"): compress_to_size(net, x[:1], 50, cost="macs")
+    with pytest.raises(ValueError, match="multiply-accumulates .1e-05 %. is out of reach"): compress_to_size(net, x[:1], ".00001 %", cost="flops")
+    assert "multiply-accumulates" in repr(compress_to_size(net, x[:1], 50, cost="flops"))
+    flops = analyze_degradation(net, x[:1], lambda m: .5, [100], cost="flops", runs=0, verbose=False)
+    assert all("multiply-accumulates" in text for text in (repr(flops), flops._repr_html_(), flops.plot().get_xlabel())) and flops.cost == "flops"
 
 
 def test_percent_named_in_an_error_is_enough():
@@ -274,6 +280,8 @@ def test_measured_plan_for_some_layers(compression):
     sweep = SensitivityAnalyzer(net, x[:1], loss_of(net), higher_is_better=False).sweep(compression, [8, 4] if compression == "quantization" else [30, 60], verbose=False)
     small = compress_to_size(net, x[:1], 80, compression, plan=sweep, layers=["3"])
     assert set(small.plan) == {"3"} and small.size <= .8*small.dense_size and torch.equal(small.model[0].weight, net[0].weight)
+    early = SweepResult([sweep[0], SensitivityResult(compression, sweep[1].compression_level, sweep[1].baseline_metric, [r for r in sweep[1].layers if r.name != "3"])])
+    if compression != "quantization": assert set(compress_to_size(net, x[:1], 95, compression, plan=early, layers=["3"]).plan) == {"3"}
     part = SweepResult([SensitivityResult(r.compression_type, r.compression_level, r.baseline_metric, r.layers[:1]) for r in sweep])
     with pytest.raises(ValueError, match="none of the layers that were named was measured: 3"): compress_to_size(net, x[:1], 80, compression, plan=part, layers=["3"])
 
@@ -417,6 +425,13 @@ def test_a_loss_has_no_scale():
     assert not curve.plot().texts and len(curve_of([0, .1, .2, .3, .4]).plot().texts) == len(allowed_points)
     for scale in (-1, 0, "x", True, math.inf, math.nan):
         with pytest.raises(ValueError, match="full_scale is a number above 0"): recommend_compression_target("safety_critical", .9, full_scale=scale)
+
+
+def test_advice_when_only_the_whole_model_will_do():
+    """That nothing smaller is within the drop is said, and not that all is well."""
+    got = recommend_compression_target("safety_critical", curve=curve_of([0, .1, .2, .3, .4]))
+    assert got.point.size_pct == 100 and got.advice.startswith("nothing smaller that was measured is within it")
+    assert recommend_compression_target("ranking_recommendation", curve=curve_of([0, .1, .2, .3, .4])).advice == ""
 
 
 def test_just_what_is_allowed():

@@ -273,7 +273,9 @@ def test_no_stage_passes(compression, used):
 
 def test_unchanged_answers_are_not_certain():
     """300 answers that all stayed: the drop is 0, and may be more than that in truth."""
-    row = recover(learner(), (0,), epochs=0, max_drop=np.float32(0.1)).history[0]
+    found = recover(learner(), (0,), epochs=0, max_drop=np.float32(0.1))
+    assert type(found.max_drop) is float
+    row = found.history[0]
     assert row["drop"] == 0 and (row["low"], row["high"]) == pytest.approx(changed_ci(0, 0, 300)) and row["high"] > 0.01
 
 
