@@ -260,7 +260,7 @@ def measured_path(
             return steps.levels(result.to_layer_targets(steps.model, top*share, max_pct=max_pct))
     return levels
 
-
+# %% ../nbs/16_sizes.ipynb #f8308b39
 def measured_of(
     result,      # `SensitivityResult` or `SweepResult`
     steps:Steps, # of the layers that may be compressed
@@ -296,14 +296,15 @@ def first_steps(
     return before + np.clip(m - (more.cumsum() - more), 0, more)
 
 # %% ../nbs/16_sizes.ipynb #037cd6ac
-fine = 2**20   # a path has so many places
-
 def pct_up(
     part:int,
     whole:int,
 )->str: # percent in three digits, never too small
     "What `part` is of `whole`, rounded up, so that a size of that percentage is enough"
     return f"{Context(prec=3, rounding=ROUND_CEILING).divide(Decimal(100*part), Decimal(whole)):f}"
+
+# %% ../nbs/16_sizes.ipynb #109c37c6
+fine = 2**20   # a path has so many places
 
 def fit(
     steps:Steps,

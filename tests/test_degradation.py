@@ -166,8 +166,8 @@ def test_a_plan_is_scaled():
     for size in ("95 %", "60 %"):
         got = compress_to_size(net, x[:1], size, "sparsity", cost="params", plan=plan).plan
         assert set(got) == {"0", "3"} and got["3"] > got["0"]
-    mild = compress_to_size(net, x[:1], 95, "sparsity", cost="params", plan={"0": 20, "3": 100})
-    assert 94 < mild.size_pct <= 95 and 0 < mild.plan["3"] < 20, "a layer that goes altogether goes little by little"
+    mild = compress_to_size(net, x[:1], 42, "sparsity", cost="params", plan={"0": 20, "3": 100})
+    assert 0 < mild.plan["0"] < 20 < mild.plan["3"] < 100, "a layer that goes altogether does not go before all others"
     bits = planner(QuantizedSteps(net, x[:1]), "bytes", {"0": 8, "3": 4})
     assert bits(1700)[0]["0"] > bits(1700)[0]["3"]
 
@@ -419,7 +419,7 @@ def test_a_loss_has_no_scale():
     net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4], False, base=1.5)
     for loss in (1.5, .8):
         with pytest.raises(ValueError, match="does not tell where lower is better; give"): recommend_compression_target("standard_classification", loss, higher_is_better=False)
-        with pytest.raises(ValueError, match="does not tell where lower is better; give"): validate_compression_target(loss, net, lambda m: loss, "safety_critical", higher_is_better=False)
+        with pytest.raises(ValueError, match="does not tell where lower is better; give"): validate_compression_target(loss, net, lambda m: .8, "safety_critical", higher_is_better=False)
     with pytest.raises(ValueError, match="does not tell"): recommend_compression_target("safety_critical", curve=curve)
     assert recommend_compression_target("safety_critical", curve=curve, full_scale=10).allowed_drop == pytest.approx(.1)
     assert not curve.plot().texts and len(curve_of([0, .1, .2, .3, .4]).plot().texts) == len(allowed_points)
