@@ -386,7 +386,7 @@ def recommend_compression_target(
     if isinstance(base, bool) or not isinstance(base, Real) or not math.isfinite(base): raise ValueError(f"baseline is the metric of the untouched model, a number; got {base!r}")
     if curve is not None and higher_is_better not in (None, curve.higher_is_better): raise ValueError(f"higher_is_better is {curve.higher_is_better} for the curve; leave it out")
     up = curve.higher_is_better if curve is not None else higher_is_better in (None, True)
-    allowed, sign = allowed_drop(task, base, max_drop, max_drop_pct, full_scale, up, curve.metric_name if curve else "metric"), 1 if up else -1
+    allowed, sign = allowed_drop(task, base, max_drop, max_drop_pct, full_scale, up, getattr(curve, "metric_name", "metric")), 1 if up else -1
     target = CompressionTarget(allowed, float(base), base - sign*allowed, task, higher_is_better=up)
     if curve is None: return target
     target.point, target.advice = _smallest(curve, allowed, sure), _advice(curve, allowed, sure)
@@ -476,7 +476,7 @@ def validate_compression_target(
     metric_name:str="accuracy", # for display
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
-    "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, or if the samples differ"
+    "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, or if the samples differ; TypeError for a wrong kind"
     check_eval(eval_fn)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
     if not isinstance(model, nn.Module): raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__}")

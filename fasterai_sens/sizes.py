@@ -424,7 +424,7 @@ def compress_with_layer_sensitivity(
     by=None,              # damage to the "metric" or the "objective"; None: the objective if it was recorded
     criteria=large_final, granularity="weight", calibration_data=None, recalibrate=None, # as in `compress_to_size`
 )->Compressed:            # with the smaller `model`, its size in bytes
-    "A compressed copy, with less compression for the more sensitive layers. Raises ValueError as `to_layer_targets` does"
+    "A compressed copy, with less compression for the more sensitive layers. Raises ValueError as `to_layer_targets` and `check_measured` do"
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
     if gamma is not None and isinstance(result, SweepResult): raise ValueError("gamma is for sensitivities at one level; a sweep is solved on its whole curves, leave it out")
     more = {} if gamma is None else dict(gamma=gamma)
