@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import numpy as np
 from fastcore.basics import patch
 
-from .degradation import DegradationResult, allowed_drop, allowed_points
+from .degradation import DegradationResult, allowed_drop, allowed_points, check_drop, guessed_scale
 from .results import LayerTargets, Plan, SensitivityResult, SweepResult, damage, in_bits, in_turn, label, plan_basis
 from .schedules import Schedule
 from .search import SearchResult
+from .sizes import cost_name
 
 # %% ../nbs/19_plot.ipynb #75877c60
 def shares(
@@ -115,13 +116,14 @@ def plot(self:SweepResult,
 def _limits(curve:DegradationResult, allowed)->dict:
     "Label -> metric that is just allowed"
     sign = 1 if curve.higher_is_better else -1
-    if allowed is None: allowed = {t: allowed_drop(t, curve.baseline_metric) for t in allowed_points} if 0 <= curve.baseline_metric <= 100 else {}
-    drops = allowed if isinstance(allowed, Mapping) else {f"drop {allowed:g}": allowed}
-    return {label: curve.baseline_metric - sign*d for label, d in drops.items()}
+    about = curve.baseline_metric, curve.higher_is_better
+    if allowed is None: allowed = {t: allowed_drop(t, about[0], higher_is_better=about[1]) for t in allowed_points} if guessed_scale(*about) else {}
+    drops = allowed if isinstance(allowed, Mapping) else {f"drop {check_drop(allowed):g}": allowed}
+    return {label: curve.baseline_metric - sign*check_drop(d, *about, curve.metric_name) for label, d in drops.items()}
 
 @patch
 def plot(self:DegradationResult,
-    allowed=None,    # drop that is allowed, or label -> such a drop, in units of the metric; None: those of the tasks in `allowed_points`
+    allowed=None,    # drop that is allowed, or label -> such a drop, in units of the metric; None: those of the tasks in `allowed_points`, where the baseline tells the scale
     figsize=(8, 4),  # width and height in inches, if `ax` is None
     ax=None,         # Axes to draw into
 ):                   # matplotlib Axes
@@ -136,7 +138,7 @@ def plot(self:DegradationResult,
     for name, metric in _limits(self, allowed).items():
         ax.axhline(metric, color="0.5", linestyle="--", linewidth=1)
         ax.annotate(f"{name}, {metric:.4g}", (.995, metric), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="0.35")
-    ax.set(xlabel=f"size (% of {self.dense_size:,} {self.cost})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
+    ax.set(xlabel=f"size (% of {self.dense_size:,} {cost_name(self.cost)})", ylabel=self.metric_name, title=f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
     ax.xaxis.set_inverted(True)
     ax.grid(alpha=.3)
     ax.legend(fontsize=8)

@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['kinds', 'scaled_plan', 'stage_targets', 'remember', 'fresh_optimizer', 'SparseStages', 'PrunedStages', 'HoldStage',
-           'fine_tune', 'RecoveryResult', 'check_stages', 'check_setting', 'check_drop', 'check_baseline', 'run_stages',
-           'gradual_degradation_recovery']
+           'fine_tune', 'RecoveryResult', 'check_stages', 'check_setting', 'run_stages', 'gradual_degradation_recovery']
 
 # %% ../nbs/20_recovery.ipynb #01bc4bfa
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from time import perf_counter
 
 import fastai.callback.schedule
@@ -26,7 +24,8 @@ from torch import nn
 from .baselines import check_reach, scale_to_mean
 from .callbacks import PruneCallback, SparsifyCallback
 from .criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
-from .evaluate import Score, compare, falls, learner_criterion, learner_eval, learner_metric, learner_sample
+from .degradation import check_baseline, check_drop, drop_between, slack
+from .evaluate import Score, falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches
 from .layers import all_units, find_units, target_units
 from .measure import evaluate
@@ -34,6 +33,7 @@ from .plot import plot_stages
 from .prune import Pruner, model_size, resolve
 from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_pct, format_table, read_json, revive, write_json
 from .search import Recalibrated, reestimate_norms
+from .sizes import check_measured
 from .sparsify import Sparsifier, sparsity_report
 from .state import keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
 
@@ -57,15 +57,15 @@ def scaled_plan(
 # %% ../nbs/20_recovery.ipynb #d8983b51
 def stage_targets(
     model:nn.Module, # untouched
-    levels:list,     # the stages, percent
+    levels:list,     # the stages, percent; with a plan, the mean over the weights of the layers it names
     compression:str, # "sparsity" or "pruning"
     plan=None,       # layer name -> percent, a `SweepResult` or `SensitivityResult`, or None
+    settings=(),     # granularity and criteria of the stages
 )->list:             # one a stage: percent, or `LayerTargets`
     "What each stage asks for. Raises KeyError for an unknown layer, ValueError for a plan that is for something else or cannot reach a stage, TypeError for none"
     if plan is None: return list(levels)
     if isinstance(plan, SweepResult | SensitivityResult):
-        kind = (plan[0] if isinstance(plan, SweepResult) else plan).compression_type
-        if kind != compression: raise ValueError(f"the plan comes from a measurement of {kind}, the stages are of {compression}")
+        check_measured(plan, compression, dict(settings))
         return [plan.to_layer_targets(model, level, max_pct=99) for level in levels]
     if not isinstance(plan, Mapping): raise TypeError(f"plan maps layer names to percent, or is a SweepResult or SensitivityResult; got {type(plan).__name__}")
     if getattr(plan, "unit", "percent") != "percent": raise ValueError(f"a plan for {compression} is in percent; this one is in {plan.unit}")
@@ -273,31 +273,12 @@ def check_setting(
     cbs,         # callbacks for the fits
 )->Criterion:
     "The criterion. Raises ValueError for an unknown compression, a criterion that misses the earlier weights it compares with, and for callbacks that compress as well"
-    if compression not in kinds: raise ValueError(f"compression is {' or '.join(map(repr, kinds))}; got {compression!r}")
+    if not isinstance(compression, str) or compression not in kinds: raise ValueError(f"compression is {' or '.join(map(repr, kinds))}; got {compression!r}")
     other = next((cb for cb in (*learn.cbs, *L(cbs)) if isinstance(cb, SparsifyCallback | PruneCallback)), None)
     if other: raise ValueError(f"{type(other).__name__} compresses by a schedule of its own; leave it out")
     c = learner_criterion(learn, criteria)
     if c.needs in (INITIAL, PREVIOUS) and c.refs is None: raise ValueError(c.how_to())
     return c
-
-# %% ../nbs/20_recovery.ipynb #7641d1c5
-def check_drop(
-    max_drop, # as the user gave it
-):
-    "Raises ValueError for anything but None or a number, 0 or more"
-    if max_drop is None: return
-    if isinstance(max_drop, bool) or not isinstance(max_drop, Real) or not 0 <= max_drop < math.inf: raise ValueError(f"max_drop is how much of the metric may be lost, a number, 0 or more; got {max_drop!r}")
-
-def check_baseline(
-    base:Score,       # untouched model
-    max_drop,         # checked by itself
-    metric_name:str,
-    higher_is_better:bool, # direction of the metric
-):
-    "Raises ValueError for a baseline that is not finite, and for a drop that is impossible"
-    if not math.isfinite(base.value): raise ValueError(f"the {metric_name} of the untouched model is {base.value}; nothing can be compared with that")
-    if max_drop is not None and higher_is_better and 0 <= base.value <= 1 <= max_drop:
-        raise ValueError(f"max_drop is in units of the metric, and {metric_name} is {base.value:.4f} now: a drop of two points is 0.02; got {max_drop:g}")
 
 # %% ../nbs/20_recovery.ipynb #368a92c9
 def _progress(total:int, verbose:bool)->Callable:
@@ -314,11 +295,11 @@ def _progress(total:int, verbose:bool)->Callable:
 def _row(learn, sample, base:Score, scores:tuple, result, **stage)->dict:
     "What is recorded of a stage, from the scores before it, compressed, and fine-tuned"
     before, compressed, tuned = scores
-    drop, stderr, ci = compare(base, tuned, result.higher_is_better)
+    drop, stderr, ci = drop_between(base, tuned, result.higher_is_better)
     size, found = model_size(learn.model, sample), sparsity_report(find_units(learn.model)[0])
     zeros, weights = (sum(r[k] for r in found) for k in ("zeros", "weights"))
     return dict(stage, metric_before=before.value, metric_compressed=compressed.value, metric=tuned.value, drop=drop, stderr=stderr, low=ci and ci[0], high=ci and ci[1],
-                passed=math.isfinite(drop) and (result.max_drop is None or drop <= result.max_drop + 1e-9), zeros_pct=100*zeros/weights, params=size["params"], macs=size["macs"])
+                passed=math.isfinite(drop) and (result.max_drop is None or drop <= result.max_drop + slack), zeros_pct=100*zeros/weights, params=size["params"], macs=size["macs"])
 
 # %% ../nbs/20_recovery.ipynb #b5a1c9b2
 def run_stages(
@@ -336,7 +317,8 @@ def run_stages(
     try:
         learn.model.to(getattr(learn.dls, "device", None))   # where it would be trained
         steps, base = make(), score()
-        check_baseline(base, result.max_drop, result.metric_name, result.higher_is_better)
+        check_baseline(base, result.metric_name)
+        if result.max_drop is not None: check_drop(result.max_drop, base.value, result.higher_is_better, result.metric_name)
         before, result.baseline_metric = base, base.value
         for i, (level, epochs) in enumerate(plan):
             start = perf_counter()
@@ -364,14 +346,14 @@ def _why(result:RecoveryResult)->str|None:
 # %% ../nbs/20_recovery.ipynb #c156f7c3
 def gradual_degradation_recovery(
     learn,                 # trained fastai Learner; its model is changed in place, and comes back as it was if no stage is within what is allowed
-    stages=(20, 40, 60, 80), # percent, rising: of the weights that are zero, or of the channels that are gone, both counted on the model as it comes
+    stages=(20, 40, 60, 80), # percent, rising: of the weights that are zero, or of the channels that are gone, both counted on the model as it comes; with a plan, their mean over the weights of the layers it names
     *, compression="sparsity", # "sparsity", or "pruning" of whole channels
     epochs=1,              # of fine-tuning after each stage; a number, or one a stage
     lr=None,               # largest learning rate of the one-cycle policy; None: the learner's
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
     higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
     max_drop=None,         # what a fine-tuned stage may lose against the untouched model, in units of the metric; None: anything that is a number
-    plan=None,             # layer name -> percent, stretched to the mean of each stage; or a `SweepResult`, solved for each stage; None: all layers alike
+    plan=None,             # layer name -> percent, stretched so that the mean over the layers named is that of each stage, the others stay as they are; or a `SweepResult`, solved for each stage over the layers measured; None: all layers alike
     criteria=large_final,  # which weights or channels matter
     granularity="weight",  # sparsity: block size, or an n:m pattern
     dl=None,               # data for the metric; None: the validation set
@@ -382,10 +364,11 @@ def gradual_degradation_recovery(
     "Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`. Raises TypeError, ValueError and KeyError; whatever is raised, the last good stage stays"
     name, (levels, epochs) = learner_metric(learn, metric)[0], check_stages(stages, epochs)
     c, eval_fn = check_setting(learn, compression, criteria, fit_kwargs.get("cbs")), learner_eval(learn, metric, dl)
-    check_drop(max_drop)
-    targets, higher = stage_targets(learn.model, levels, compression, plan), not falls(metric, name) if higher_is_better is None else higher_is_better
+    if max_drop is not None: max_drop = check_drop(max_drop)
+    settings = dict(criteria=c.name, granularity=granularity)
+    targets, higher = stage_targets(learn.model, levels, compression, plan, settings), not falls(metric, name) if higher_is_better is None else higher_is_better
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, learn.dls.train)
-    result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=dict(criteria=c.name, granularity=granularity, recalibrated=recalibrate is not None))
+    result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=settings | dict(recalibrated=recalibrate is not None))
     if recalibrate is not None:
         with Recalibrated(recalibrate, sample)(learn.model): pass   # raises if it cannot be done, before anything is trained
     def train(n, holder):

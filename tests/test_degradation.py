@@ -31,13 +31,14 @@ from fasterai_sens import (
     n_bytes,
     quantize_model,
     recommend_compression_target,
+    squared_final,
     validate_compression_target,
     wanda,
 )
 from fasterai_sens.degradation import DegradationResult, allowed_points, drop_between, size_point
 from fasterai_sens.evaluate import Score
 from fasterai_sens.layers import find_units
-from fasterai_sens.sizes import PrunedSteps, QuantizedSteps, SparseSteps, planner, step_methods
+from fasterai_sens.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, step_methods
 
 g = torch.Generator().manual_seed(0)
 x = torch.randn(64, 3, 6, 6, generator=g)
@@ -165,6 +166,8 @@ def test_a_plan_is_scaled():
     for size in ("95 %", "60 %"):
         got = compress_to_size(net, x[:1], size, "sparsity", cost="params", plan=plan).plan
         assert set(got) == {"0", "3"} and got["3"] > got["0"]
+    mild = compress_to_size(net, x[:1], 42, "sparsity", cost="params", plan={"0": 20, "3": 100})
+    assert 0 < mild.plan["0"] < 20 < mild.plan["3"] < 100, "a layer that goes altogether does not go before all others"
     bits = planner(QuantizedSteps(net, x[:1]), "bytes", {"0": 8, "3": 4})
     assert bits(1700)[0]["0"] > bits(1700)[0]["3"]
 
@@ -198,11 +201,25 @@ def test_out_of_reach_says_what_is_possible():
         with pytest.raises(ValueError, match="out of reach: down to") as e: compress_to_size(net, x[:1], 1, compression)
         limit = int(e.value.args[0].split("down to ")[1].split(" ")[0].replace(",", ""))
         assert compress_to_size(net, x[:1], limit, compression, absolute=True).size == limit
+        pct = e.value.args[0].rsplit("(", 1)[1].split(" %")[0]
+        assert compress_to_size(net, x[:1], float(pct), compression).size == compress_to_size(net, x[:1], f"{pct} %", compression).size == limit
         with pytest.raises(ValueError, match="out of reach"): compress_to_size(net, x[:1], limit - 1, compression, absolute=True)
     with pytest.raises(ValueError, match="say absolute=True"): compress_to_size(net, x[:1], 5000)
     with pytest.raises(ValueError, match="can lose channels"): compress_to_size(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3), 50)
     with pytest.raises(TypeError, match="model is an nn.Module"): compress_to_size("net", x[:1], 50)
-    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning"): compress_to_size(net, x[:1], 50, cost="macs")
+    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning; got 'macs'; multiply-accumulates are 'flops'"): compress_to_size(net, x[:1], 50, cost="macs")
+    with pytest.raises(ValueError, match="multiply-accumulates .1e-05 %. is out of reach"): compress_to_size(net, x[:1], ".00001 %", cost="flops")
+    assert "multiply-accumulates" in repr(compress_to_size(net, x[:1], 50, cost="flops"))
+    flops = analyze_degradation(net, x[:1], lambda m: .5, [100], cost="flops", runs=0, verbose=False)
+    assert all("multiply-accumulates" in text for text in (repr(flops), flops._repr_html_(), flops.plot().get_xlabel())) and flops.cost == "flops"
+
+
+def test_percent_named_in_an_error_is_enough():
+    """Rounded up, whatever the sizes: a budget of that percentage holds what is possible."""
+    for dense in (97, 5516, 10000, 44_730_512):
+        for least in {1, dense//2000 + 1, dense//20, dense//20 + 1, dense//3, dense - 1, dense}:
+            assert least <= check_size(f"{pct_up(least, dense)} %", dense) <= max(least*1.011, least + 1e-6)
+    assert pct_up(0, 97) == "0"
 
 
 def test_blocks_criteria_and_layers():
@@ -228,6 +245,15 @@ def test_already_sparse_weights_are_not_counted_twice():
     assert small.dense_size == counted(net, "params") and small.size == counted(small.model, "params") == math.floor(.8*small.dense_size)
 
 
+def test_dense_size_is_that_of_the_model():
+    """Zeros that were there count as zeros, whichever layers may be compressed."""
+    net = small_net()
+    Sparsifier(net).sparsify_model(50)
+    for cost in ("params", "bytes"):
+        some, every = (compress_to_size(net, x[:1], 90, "sparsity", cost=cost, layers=layers) for layers in (["3"], None))
+        assert some.dense_size == every.dense_size == counted(net, cost) and some.size == counted(some.model, cost) <= .9*some.dense_size
+
+
 def made_up_result(deltas, level=50, compression="sparsity"):
     """A result with these damages for the layers of `small_net`"""
     params = {u.name: u.params for u in find_units(small_net())[0]}
@@ -245,6 +271,32 @@ def test_more_sensitive_is_less_compressed(deltas, target):
     assert abs(small.plan.mean(small_net()) - target) < 1e-6
     zeros = [float((small.model[int(n)].weight == 0).float().mean()) for n in identify_critical_layers(result)]
     assert zeros[0] < zeros[-1]
+
+
+@pytest.mark.parametrize("compression", ["sparsity", "pruning", "quantization"])
+def test_measured_plan_for_some_layers(compression):
+    """What was measured of the other layers is left out, and they stay as they are."""
+    net = small_net()
+    sweep = SensitivityAnalyzer(net, x[:1], loss_of(net), higher_is_better=False).sweep(compression, [8, 4] if compression == "quantization" else [30, 60], verbose=False)
+    small = compress_to_size(net, x[:1], 80, compression, plan=sweep, layers=["3"])
+    assert set(small.plan) == {"3"} and small.size <= .8*small.dense_size and torch.equal(small.model[0].weight, net[0].weight)
+    early = SweepResult([sweep[0], SensitivityResult(compression, sweep[1].compression_level, sweep[1].baseline_metric, [r for r in sweep[1].layers if r.name != "3"])])
+    if compression != "quantization": assert set(compress_to_size(net, x[:1], 95, compression, plan=early, layers=["3"]).plan) == {"3"}
+    part = SweepResult([SensitivityResult(r.compression_type, r.compression_level, r.baseline_metric, r.layers[:1]) for r in sweep])
+    with pytest.raises(ValueError, match="none of the layers that were named was measured: 3"): compress_to_size(net, x[:1], 80, compression, plan=part, layers=["3"])
+
+
+def test_measured_with_other_settings():
+    """A plan is carried out with the criterion and the blocks it was measured with, or not at all."""
+    net = small_net()
+    analyzer = SensitivityAnalyzer(net, x[:1], loss_of(net), higher_is_better=False, criteria=squared_final)
+    one, filters, pruned = (analyzer.analyze("sparsity", 50, verbose=False), analyzer.analyze("sparsity", 50, granularity="filter", verbose=False), analyzer.analyze("pruning", 50, verbose=False))
+    for f in (lambda: compress_with_layer_sensitivity(net, x[:1], one), lambda: compress_to_size(net, x[:1], 70, "sparsity", plan=one), lambda: compress_to_size(net, x[:1], 70, plan=pruned),
+              lambda: analyze_degradation(net, x[:1], loss_of(net), [70], "sparsity", plan=SweepResult([one]), verbose=False)):
+        with pytest.raises(ValueError, match="measured with criteria=squared_final, and criteria is large_final here"): f()
+    with pytest.raises(ValueError, match="granularity=filter, and granularity is weight here"): compress_to_size(net, x[:1], 70, "sparsity", plan=filters, criteria=squared_final)
+    assert compress_to_size(net, x[:1], 70, "sparsity", plan=filters, criteria=squared_final, granularity="filter").size_pct <= 70
+    assert compress_with_layer_sensitivity(net, x[:1], pruned, 30, criteria=squared_final).plan
 
 
 def test_more_sensitive_loses_fewer_channels():
@@ -320,7 +372,7 @@ def test_metrics_that_break_and_pairs():
     def metric(m): return (float("nan") if n_bytes(m) < .5*full else 0., n_bytes(m)/full)
 
     curve = analyze_degradation(net, x[:1], metric, [100, 80, 30], verbose=False, runs=0)
-    assert [math.isnan(p.metric) for p in curve] == [False, False, True] and curve.smallest_within(1e9) is curve[1]
+    assert [math.isnan(p.metric) for p in curve] == [False, False, True] and curve.smallest_within(.9) is curve[1]
     assert curve[2].objective == curve[2].size/full and curve.to_dataframe().objective.tolist() == [p.objective for p in curve]
     assert "nan" in curve._repr_html_() and curve.plot().get_xlabel()
     with pytest.raises(ValueError, match="must return a pair"): analyze_degradation(net, x[:1], lambda m: (1., 1.) if n_bytes(m) == full else 1., [50], verbose=False)
@@ -349,16 +401,57 @@ def test_recommendations(up):
     """Every task names its smallest size in both directions, with the metric to expect there."""
     drops = [0, .008, .03, .08, .14]
     curve = curve_of(drops, up, base=.9 if up else .1)
-    taken = {task: recommend_compression_target(task, curve=curve).point.size_pct for task in allowed_points}
+    scale = None if up else 1
+    taken = {task: recommend_compression_target(task, curve=curve, full_scale=scale).point.size_pct for task in allowed_points}
     assert taken == dict(safety_critical=80, medical_diagnosis=80, standard_classification=60, ranking_recommendation=40, generative_creative=20)
-    t = recommend_compression_target("standard_classification", curve=curve)
+    t = recommend_compression_target("standard_classification", curve=curve, full_scale=scale)
     close([t.worst_metric, t.expected_metric], [.85, .87] if up else [.15, .13], 1e-9)
     assert t.expected_ci is None and recommend_compression_target(max_drop_pct=50, curve=curve).allowed_drop == pytest.approx(.45 if up else .05)
     assert curve.knee.size_pct == 60
-    other = recommend_compression_target("standard_classification", .5, curve)   # measured on other data
+    other = recommend_compression_target("standard_classification", .5, curve, full_scale=scale)   # measured on other data
     close(other.expected_metric, .47 if up else .53, 1e-9)
     with pytest.raises(ValueError, match="leave it out"): recommend_compression_target(max_drop=.1, curve=curve, higher_is_better=not up)
     with pytest.raises(ValueError, match="baseline is the metric"): recommend_compression_target("safety_critical", float("nan"))
+
+
+def test_a_loss_has_no_scale():
+    """Points of a metric where lower is better are not guessed, and not drawn; what a full scale is must make sense."""
+    net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4], False, base=1.5)
+    for loss in (1.5, .8):
+        with pytest.raises(ValueError, match="does not tell where lower is better; give"): recommend_compression_target("standard_classification", loss, higher_is_better=False)
+        with pytest.raises(ValueError, match="does not tell where lower is better; give"): validate_compression_target(loss, net, lambda m: .8, "safety_critical", higher_is_better=False)
+    with pytest.raises(ValueError, match="does not tell"): recommend_compression_target("safety_critical", curve=curve)
+    assert recommend_compression_target("safety_critical", curve=curve, full_scale=10).allowed_drop == pytest.approx(.1)
+    assert not curve.plot().texts and len(curve_of([0, .1, .2, .3, .4]).plot().texts) == len(allowed_points)
+    for scale in (-1, 0, "x", True, math.inf, math.nan):
+        with pytest.raises(ValueError, match="full_scale is a number above 0"): recommend_compression_target("safety_critical", .9, full_scale=scale)
+
+
+def test_advice_when_only_the_whole_model_will_do():
+    """That nothing smaller is within the drop is said, and not that all is well."""
+    got = recommend_compression_target("safety_critical", curve=curve_of([0, .1, .2, .3, .4]))
+    assert got.point.size_pct == 100 and got.advice.startswith("nothing smaller that was measured is within it")
+    assert recommend_compression_target("ranking_recommendation", curve=curve_of([0, .1, .2, .3, .4])).advice == ""
+
+
+def test_just_what_is_allowed():
+    """.9 - .85 is more than .05 in floating point, and within it."""
+    assert .9 - .85 > .05
+    assert validate_compression_target(.9, nn.Linear(1, 1), lambda m: .85, .05).verdict == "passes"
+    assert not validate_compression_target(.9, nn.Linear(1, 1), lambda m: .85 - 1e-6, .05)
+    assert curve_of([0, .01, .05, .2, .3]).smallest_within(.05).size_pct == 60
+    assert recommend_compression_target("standard_classification", curve=curve_of([0, .01, .05, .2, .3])).point.size_pct == 60
+
+
+def test_points_for_a_metric_up_to_1():
+    """Two points given as 2 would let everything pass; a loss may rise by that."""
+    net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4])
+    up = (lambda: validate_compression_target(.9, net, lambda m: .1, 5), lambda: recommend_compression_target(max_drop=1, baseline=.9), lambda: curve.smallest_within(2), lambda: curve.plot(5),
+          lambda: validate_compression_target(.1, net, lambda m: .9, 5, higher_is_better=False, metric_name="error_rate"))
+    for f in up:
+        with pytest.raises(ValueError, match="two points are 0.02; got"): f()
+    assert validate_compression_target(.9, net, lambda m: 3., 5, higher_is_better=False, metric_name="loss") and validate_compression_target(90., net, lambda m: 88., 5)
+    assert recommend_compression_target("standard_classification", curve=curve_of([0, .1, .2, .3, .4]), full_scale=100).point.size_pct == 20   # an accuracy below 1 %, whoever wants that
 
 
 def test_intervals_of_right_and_wrong_cover():
@@ -393,12 +486,38 @@ def test_verdicts_need_data():
     with pytest.raises(ValueError, match="is False for the target"): validate_compression_target(.2, net, lambda m: .3, target, higher_is_better=True)
 
 
+def test_one_sample_is_no_proof():
+    """Right or wrong, or any other score: a single one passes no standard, and no number is made up for it."""
+    net = nn.Linear(1, 1)
+    right = validate_compression_target(torch.ones(1), net, lambda m: torch.ones(1), "safety_critical")
+    assert right.verdict == "not enough data to tell" and right.ci[1] > .7 and right.more_samples > 100
+    for score in (.5, .1, .9):
+        other = validate_compression_target(torch.tensor([.5]), net, lambda m, s=score: torch.tensor([s]), .01)
+        assert (other.verdict, other.ci, other.more_samples) == ("not enough data to tell", None, None) and "one sample" in other.advice[0]
+    assert validate_compression_target(torch.tensor([.5]), net, lambda m: torch.tensor([math.nan]), .01).verdict == "fails"
+    assert validate_compression_target(.9, net, lambda m: .9, .01)   # one number is not one sample
+
+
 def test_critical_layers_of_a_sweep():
     """The worst level counts; a layer that could not be compressed is not ranked."""
     mild, harsh = made_up_result({"0": .3, "3": .1}), made_up_result({"3": .2, "6": .25}, 75)
     harsh.layers[1].prunable = False
     assert identify_critical_layers(SweepResult([mild, harsh])) == ["0", "3"]
     assert identify_critical_layers(mild, 1) == ["0"] and identify_critical_layers(mild, min_drop=.5) == []
+
+
+def test_wrong_kinds():
+    """What cannot be meant is refused where it is given, by name."""
+    net, result, curve = small_net(), made_up_result({"0": .3, "3": .1}), curve_of([0, .1, .2, .3, .4])
+    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): analyze_degradation(net, x[:1], .9, verbose=False)
+    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): validate_compression_target(.9, net, .8, .05)
+    with pytest.raises(TypeError, match="compressed is the compressed model, .* got NoneType"): validate_compression_target(.9, None, lambda m: .8, .05)
+    with pytest.raises(TypeError, match="curve is what analyze_degradation returned; got list"): recommend_compression_target(max_drop=.1, curve=[.9, .8])
+    for value in ("5 %", True, math.nan):
+        with pytest.raises(ValueError, match="min_drop is a number"): identify_critical_layers(result, min_drop=value)
+    for allowed in ("standard_classification", -5, {"mine": -5}, True):
+        with pytest.raises(ValueError, match="an allowed drop is a number, 0 or more"): curve.plot(allowed)
+    with pytest.raises(ValueError, match="gamma is for sensitivities at one level"): compress_with_layer_sensitivity(net, x[:1], SweepResult([result]), gamma=2)
 
 
 def test_on_real_digits():

@@ -3,6 +3,7 @@
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback
@@ -32,6 +33,7 @@ from fasterai_sens import (
     taylor,
 )
 from fasterai_sens.criteria import updating_movement
+from fasterai_sens.degradation import changed_ci
 from fasterai_sens.prune import model_size
 from fasterai_sens.recovery import scaled_plan
 
@@ -171,7 +173,7 @@ def test_history_by_hand():
         assert [row["metric_before"], row["metric_compressed"], row["metric"]] == pytest.approx([x.mean().item() for x in (before, compressed, tuned)], abs=1e-6)
         assert row["drop"] == pytest.approx(drop.mean().item(), abs=1e-6)
         assert row["stderr"] == pytest.approx(drop.std().item() / 300**0.5, abs=1e-6)
-        assert row["high"] - row["drop"] == pytest.approx(1.96793 * row["stderr"], abs=1e-4)  # Student's t, 299 degrees of freedom
+        assert (row["low"], row["high"]) == pytest.approx(changed_ci(int((drop > 0).sum()), int((drop < 0).sum()), 300))
         assert n == m == {name: size * pct // 100 for name, size in SIZES.items()}
         assert row["zeros_pct"] == pytest.approx(100 * sum(n.values()) / sum(SIZES.values()))
         assert row["params"] == sum(p.numel() for p in learn.model.parameters()) and row["seconds"] > 0
@@ -267,6 +269,14 @@ def test_no_stage_passes(compression, used):
     assert learn.opt is opt and (not used or [s for *_, s, _ in opt.all_params()] == state)
     assert found.best is None and found.stopped.endswith("the model is as it was") and found.metric == found.baseline_metric
     check_usable(learn)
+
+
+def test_unchanged_answers_are_not_certain():
+    """300 answers that all stayed: the drop is 0, and may be more than that in truth."""
+    found = recover(learner(), (0,), epochs=0, max_drop=np.float32(0.1))
+    assert type(found.max_drop) is float
+    row = found.history[0]
+    assert row["drop"] == 0 and (row["low"], row["high"]) == pytest.approx(changed_ci(0, 0, 300)) and row["high"] > 0.01
 
 
 def test_without_a_limit_the_last_stage_stays():
@@ -397,6 +407,8 @@ def test_plan_from_a_sweep(compression):
         assert widths(learn.model) == {"stem": 16 - int(16 * t["stem"] / 100), "conv1": 24 - int(24 * t["conv1"] / 100), "conv2": 16 - int(16 * t["stem"] / 100), "head": 10}
     else:
         assert zeros(learn.model) == {n: int(SIZES[n] * pct / 100 + 1e-9) for n, pct in expected[-1].items()}
+    with pytest.raises(ValueError, match="measured with criteria=large_final, and criteria is taylor here"):
+        recover(learner(), (30,), compression=compression, plan=sweep, criteria=taylor)
     one = recover(learner(), (30,), compression=compression, plan=sweep[1], epochs=0)
     assert one.targets[0].mean(learner().model) == pytest.approx(30)
 
@@ -430,9 +442,11 @@ def test_criteria(compression):
         (dict(epochs=1.5), ValueError, "whole number"),
         (dict(epochs=[1]), ValueError, "there are 4 stages and epochs for 1"),
         (dict(compression="quantization"), ValueError, "'sparsity' or 'pruning'"),
+        (dict(compression=["sparsity"]), ValueError, "'sparsity' or 'pruning'"),
         (dict(max_drop=-1), ValueError, "0 or more"),
         (dict(max_drop=math.nan), ValueError, "0 or more"),
-        (dict(max_drop=5), ValueError, "two points is 0.02"),
+        (dict(max_drop=5), ValueError, "two points are 0.02"),
+        (dict(max_drop=5, metric=error_rate), ValueError, "two points are 0.02"),
         (dict(plan={"conv9": 50}), KeyError, "did you mean 'conv"),
         (dict(plan=LayerTargets({"conv1": 8}, "bits")), ValueError, "in bits"),
         (dict(plan={"conv1": 50}, compression="pruning", stages=[20, 100]), ValueError, "out of reach"),
