@@ -64,7 +64,7 @@ class Histogram(MinMax):
     def update(self, x):
         "Add `x` to the bins"
         super().update(x)
-        self.widen(math.frexp(max(-self.lo, self.hi))[1])
+        if reach := max(-self.lo, self.hi): self.widen(math.frexp(reach)[1])   # zeros alone fit any bins
         for part in x.detach().reshape(-1).split(2**20):   # bounds the memory for copies
             v = part.cpu().double()
             i = (v/self.width).floor().long() + self.half

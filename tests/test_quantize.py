@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn, tensor
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
@@ -194,6 +194,7 @@ def test_mse_range_is_never_worse(x, n):
 
 @few
 @given(numbers, st.integers(1, 7), bits)
+@example(torch.tensor([0., .25]), 1, 2)   # a first piece of zeros
 def test_histograms_do_not_depend_on_batches(x, size, n):
     """In one piece, in small pieces, backwards: the same counts"""
     whole = seen_by(Histogram(), x)
