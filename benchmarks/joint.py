@@ -64,7 +64,7 @@ def rows_of(name, seed, args):
 
 def table(rows):
     """A row a plan: mean, standard deviation and least over the seeds, and the mean after fine-tuning."""
-    by = pd.DataFrame(rows).groupby(["task", "budget", "plan"])
+    by = pd.DataFrame(rows, columns=["task", "seed", "budget", "plan", "accuracy", "tuned"]).groupby(["task", "budget", "plan"])
     out = pd.DataFrame({"mean": by.accuracy.mean(), "std": by.accuracy.std(), "worst": by.accuracy.min(), "fine-tuned": by.tuned.mean(), "its worst": by.tuned.min(), "seeds": by.accuracy.count()})
     return out.sort_values(["task", "budget", "mean"])
 
