@@ -16,7 +16,7 @@ from .criteria import as_criterion, large_final
 from .evaluate import default_objective, falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
-from .measure import measure, stop_rule
+from .measure import check_functions, measure, stop_rule
 from .prune import Pruned
 from .quantize import Quantized
 from .results import SensitivityResult, SweepResult, unknown_name
@@ -38,7 +38,7 @@ class SensitivityAnalyzer:
         calibration_data=None, # tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
     ):
         if not isinstance(model, nn.Module): raise TypeError(f"model is an nn.Module; got {type(model).__name__}" + " (use SensitivityAnalyzer.from_learner)"*hasattr(model, "dls"))
-        if not callable(eval_fn): raise TypeError(f"eval_fn is a function of the model; got {type(eval_fn).__name__}")
+        check_functions(eval_fn=eval_fn)
         self.units, self.skipped = find_units(model)
         if device is not None: sample = to_device(sample, _same_device(device, self.units[0].weight.device))
         check_sample(model, sample)

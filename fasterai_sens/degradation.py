@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['columns', 'slack', 'allowed_points', 'changed_ci', 'ci_with', 'drop_between', 'SizePoint', 'DegradationResult',
-           'size_point', 'check_drop', 'check_baseline', 'measure_plan', 'plan_name', 'check_sizes', 'check_eval',
-           'scored', 'baseline_score', 'analyze_degradation', 'allowed_drop', 'guessed_scale', 'CompressionTarget',
-           'recommend_compression_target', 'identify_critical_layers', 'Validation', 'find_verdict', 'samples_needed',
-           'validate_compression_target', 'advise']
+           'size_point', 'check_drop', 'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score',
+           'analyze_degradation', 'allowed_drop', 'guessed_scale', 'CompressionTarget', 'recommend_compression_target',
+           'identify_critical_layers', 'Validation', 'find_verdict', 'samples_needed', 'validate_compression_target',
+           'advise']
 
 # %% ../nbs/17_degradation.ipynb #d54d37de
 import math
@@ -25,7 +25,7 @@ from torch import nn
 from .counters import latency
 from .criteria import large_final
 from .evaluate import Score, as_score, compare
-from .measure import evaluate, untouched
+from .measure import check_baseline, check_functions, evaluate, progress, untouched
 from .results import LayerTargets, SensitivityResult, SweepResult, as_targets, check_count, damage, format_table, read_json, revive, unknown_name, write_json
 from .search import Recalibrated
 from .sizes import Compressed, Steps, check_size, cost_name, find_steps, planner
@@ -200,14 +200,6 @@ def check_drop(
     if up_to_1 and baseline is not None and 0 <= baseline <= 1 <= max_drop: raise ValueError(f"an allowed drop is in units of the metric, and the {metric_name} of the untouched model is {baseline:.4g}: two points are 0.02; got {max_drop:g}")
     return float(max_drop)
 
-def check_baseline(
-    base:Score,     # untouched model
-    metric_name:str="metric", # for the message
-)->Score:
-    "The score. Raises ValueError if it is not finite"
-    if not math.isfinite(base.value): raise ValueError(f"the {metric_name} of the untouched model is {base.value}; nothing can be compared with that")
-    return base
-
 # %% ../nbs/17_degradation.ipynb #86fd1acd
 @patch(as_prop=True)
 def knee(self:DegradationResult)->SizePoint|None:
@@ -263,12 +255,6 @@ def check_sizes(
     return sorted({check_size(s, dense, absolute) for s in sizes}, reverse=True)
 
 # %% ../nbs/17_degradation.ipynb #beca72b9
-def check_eval(
-    eval_fn, # what the user gave
-):
-    "Raises TypeError if it cannot be called"
-    if not callable(eval_fn): raise TypeError(f"eval_fn is a function of the model; got {type(eval_fn).__name__}")
-
 def scored(
     model:nn.Module,  # comes back bit for bit, also if `eval_fn` writes to its weights
     eval_fn:Callable, # as for `analyze_degradation`
@@ -282,12 +268,6 @@ def baseline_score(
 )->Score:
     "The score of the untouched model. Raises ValueError if it is not finite"
     return check_baseline(scored(model, eval_fn))
-
-def _progress(steps:list, verbose:bool):
-    "The same steps, behind fastprogress's bar for console or notebook"
-    if not verbose: return steps
-    from fastprogress.fastprogress import progress_bar
-    return progress_bar(steps)
 
 # %% ../nbs/17_degradation.ipynb #a3e0131c
 def analyze_degradation(
@@ -309,14 +289,14 @@ def analyze_degradation(
 )->DegradationResult:
     "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer"
     check_count(runs, "runs", least=0)
-    check_eval(eval_fn)
+    check_functions(eval_fn=eval_fn)
     steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
     dense, find = steps.size({}, cost), planner(steps, cost, plan, max_pct)
     plans = {target: find(target)[0] for target in check_sizes(sizes, dense, absolute)}
     getattr(eval_fn, "new_baseline", lambda: None)()
     base, around = baseline_score(model, eval_fn), untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     points = []
-    for target, p in _progress(list(plans.items()), verbose):
+    for target, p in progress(list(plans.items()), verbose):
         score, ms = measure_plan(steps, p, eval_fn, around, runs) if p else (base, 1000*latency(model, sample, runs) if runs else None)
         points.append(size_point(target, steps.size(p, cost), dense, base, score, higher_is_better, latency_ms=ms, plan=p))
     return DegradationResult(compression, cost, dense, base.value, points, metric_name, higher_is_better, dict(plan=plan_name(plan), recalibrated=recalibrate is not None))
@@ -477,7 +457,7 @@ def validate_compression_target(
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
     "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, or if the samples differ; TypeError for a wrong kind"
-    check_eval(eval_fn)
+    check_functions(eval_fn=eval_fn)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
     if not isinstance(model, nn.Module): raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__}")
     up = getattr(allowed, "higher_is_better", higher_is_better in (None, True))

@@ -17,11 +17,11 @@ from torch import nn
 from .criteria import large_final
 from .evaluate import Score
 from .inputs import batches, check_sample
-from .measure import evaluate, untouched
+from .measure import check_baseline, check_functions, evaluate, ticker, untouched
 from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, option_costs, planned, set_up
 from .prune import in_one_ranking, n_granules
 from .results import Plan, check_count, in_turn
-from .search import Meter, Recalibrated, SearchResult, _progress, check_functions, rank_plans
+from .search import Meter, Recalibrated, SearchResult, rank_plans
 from .state import leave_no_trace
 
 # %% ../nbs/16_joint.ipynb #05f15a04
@@ -140,7 +140,7 @@ class PlanMeter(Meter):
         with self.masker(plan):
             self.n += 1
             score = evaluate(self.model, self.eval_fn, self.perturbation)
-        self.on_call(self.n, score)
+        self.on_call(f"{score.value:.4f}")
         return score
     def worth(self, score:Score)->float:
         "The objective or the metric, turned so that less is better. Raises ValueError if there is no objective"
@@ -216,15 +216,14 @@ def search_plan(
     calls = 6*(2*sum(len(c.methods) for c in problem.choices) + 3) if evaluations is None else check_count(evaluations, "evaluations")
     rising = first.higher_is_better
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
-    meter = PlanMeter(compressor, problem.choices, about["settings"]["by"], eval_fn, around, rising, _progress(calls + len(starts) + len(problem.choices) + 2, verbose))
+    meter = PlanMeter(compressor, problem.choices, about["settings"]["by"], eval_fn, around, rising, ticker(calls + len(starts) + len(problem.choices) + 2, verbose))
     report = report_fn and PlanMeter(compressor, problem.choices, "metric", report_fn, around, rising if report_higher_is_better is None else report_higher_is_better)
     return _searched(meter, report, starts, problem, budgets, calls, about)
 
 # %% ../nbs/16_joint.ipynb #189a24bf
 def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dict, calls:int, about:dict)->SearchResult:
     "Measure the starts, go on from the best, rank"
-    dense = meter.score(Plan())
-    if not math.isfinite(dense.value): raise ValueError(f"the metric of the untouched model is {dense.value}; nothing can be compared with that")
+    dense = check_baseline(meter.score(Plan()))
     scores = {n: meter.score(meter.plan(levels)) for n, levels in starts.items()}
     first = min(scores, key=lambda n: meter.worth(scores[n]))
     now = meter.worth(scores[first])

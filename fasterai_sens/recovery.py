@@ -24,11 +24,11 @@ from torch import nn
 from .baselines import check_reach, scale_to_mean
 from .callbacks import PruneCallback, SparsifyCallback
 from .criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
-from .degradation import check_baseline, check_drop, drop_between, slack
+from .degradation import check_drop, drop_between, slack
 from .evaluate import Score, falls, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches
 from .layers import all_units, find_units, target_units
-from .measure import evaluate
+from .measure import check_baseline, evaluate, ticker
 from .plot import plot_stages
 from .prune import Pruner, model_size, resolve
 from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_pct, format_table, read_json, revive, write_json
@@ -281,17 +281,6 @@ def check_setting(
     return c
 
 # %% ../nbs/20_recovery.ipynb #368a92c9
-def _progress(total:int, verbose:bool)->Callable:
-    "What to call, with a text or without, after each compression and each epoch: moves fastprogress's bar"
-    if not verbose: return lambda text=None: None
-    from fastprogress.fastprogress import progress_bar
-    bar, done = progress_bar(range(total)), iter(range(1, total + 1))
-    bar.update(0)
-    def on_step(text=None):
-        if text: bar.comment = text
-        bar.update(next(done, total))
-    return on_step
-
 def _row(learn, sample, base:Score, scores:tuple, result, **stage)->dict:
     "What is recorded of a stage, from the scores before it, compressed, and fine-tuned"
     before, compressed, tuned = scores
@@ -374,6 +363,6 @@ def gradual_degradation_recovery(
     def train(n, holder):
         fine_tune(learn, n, lr, holder, **fit_kwargs)
         if recalibrate is not None: reestimate_norms(learn.model, recalibrate, sample)
-    run_stages(learn, result, list(zip(levels, epochs, strict=True)), lambda: kinds[compression](learn, targets, c, granularity, sample), eval_fn, train, sample, _progress(len(levels) + sum(epochs), verbose))
+    run_stages(learn, result, list(zip(levels, epochs, strict=True)), lambda: kinds[compression](learn, targets, c, granularity, sample), eval_fn, train, sample, ticker(len(levels) + sum(epochs), verbose))
     result.stopped = _why(result)
     return result

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['path_factor', 'reestimate_norms', 'Recalibrated', 'drop_order', 'Masker', 'Local', 'probe', 'exchange', 'descend',
-           'SearchResult', 'Meter', 'check_functions', 'check_search', 'starting_plans', 'path_start', 'rank_plans',
-           'search_targets']
+           'SearchResult', 'Meter', 'check_search', 'starting_plans', 'path_start', 'rank_plans', 'search_targets']
 
 # %% ../nbs/15_search.ipynb #13cd2bb4
 import math
@@ -24,7 +23,7 @@ from .criteria import bind, check_granularity, large_final, parse_nm
 from .evaluate import Score, compare
 from .inputs import batches, call, check_sample
 from .layers import check_model, filters_first, target_units
-from .measure import evaluate, untouched
+from .measure import check_baseline, check_functions, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
 from .state import keep_values, leave_no_trace
@@ -255,7 +254,7 @@ class Meter:
         eval_fn:Callable,       # model -> number or per-sample scores
         perturbation:Callable,  # (model, unit) -> context manager around each evaluation
         higher_is_better:bool,  # direction of `eval_fn`
-        on_call:Callable=lambda n, score: None, # called after each evaluation
+        on_call:Callable=lambda text: None, # called after each evaluation, with the metric
     ):
         self.model, self.masker, self.eval_fn, self.perturbation = model, masker, eval_fn, perturbation
         self.sign, self.on_call, self.n = -1 if higher_is_better else 1, on_call, 0
@@ -266,7 +265,7 @@ class Meter:
         self.masker.set(pcts)
         self.n += 1
         score = evaluate(self.model, self.eval_fn, self.perturbation)
-        self.on_call(self.n, score)
+        self.on_call(f"{score.value:.4f}")
         return score
     def damage(self,
         kept, # share of each unit
@@ -279,13 +278,6 @@ class Meter:
         return worth if math.isfinite(worth) and math.isfinite(score.value) else math.inf
 
 # %% ../nbs/15_search.ipynb #a2f935b8
-def check_functions(
-    **fns, # name -> function of the model, as the user gave it
-):
-    "Raises TypeError for what is no function"
-    for name, f in fns.items():
-        if not callable(f): raise TypeError(f"{name} is a function of the model; got {type(f).__name__}")
-
 def check_search(
     units:list,      # of `Unit`, to plan for
     granularity:str, # as the user gave it
@@ -360,17 +352,6 @@ def _calls(evaluations, n_units:int, n_plans:int)->tuple:
     if total < fixed + one_round: raise ValueError(f"evaluations is at least {fixed + one_round} for {n_units} layers and {n_plans} plans to start from; got {evaluations}")
     return total, total - fixed
 
-def _progress(total:int, verbose:bool)->Callable:
-    "What to call after each evaluation: moves fastprogress's bar"
-    if not verbose: return lambda n, score: None
-    from fastprogress.fastprogress import progress_bar
-    bar = progress_bar(range(total))
-    bar.update(0)
-    def on_call(n, score):
-        bar.comment = f"{score.value:.4f}"
-        bar.update(min(n, total))
-    return on_call
-
 # %% ../nbs/15_search.ipynb #39cc5438
 def _kept(plan:LayerTargets)->np.ndarray:
     "What each layer keeps, as shares"
@@ -385,7 +366,7 @@ def _best(meter:Meter, plans:dict)->tuple:
 def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int)->tuple:
     "Scores of the untouched model and of `plans`, to which the searched plan is added. Raises ValueError if nothing can be measured"
     dense, limits = meter.score(np.zeros(len(b.units))), (b.weights, 1 - b.high/100, 1 - b.low/100)
-    if not math.isfinite(dense.value): raise ValueError(f"the metric of the untouched model is {dense.value}; nothing can be compared with that")
+    check_baseline(dense)
     scores, first, least = _best(meter, plans)
     last, ends = meter.n + calls, [(_kept(plans[first]), least)]
     if steps:
@@ -430,7 +411,7 @@ def search_targets(
         plans = starting_plans(model, b, {} if plans is None else plans, options)
         around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device)], sample)
         (total, calls), masker = _calls(evaluations, len(b.units), len(plans)), Masker(b.units, granularity, bound)
-        meter = Meter(model, masker, eval_fn, around, higher_is_better, _progress(total, verbose))
+        meter = Meter(model, masker, eval_fn, around, higher_is_better, ticker(total, verbose))
         dense, scores = _search(meter, b, plans, *path_start(model, b, options, calls), calls)
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
