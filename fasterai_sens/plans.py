@@ -527,17 +527,20 @@ def stepwise(
     budgets:dict,    # cost -> number
     compressor:Compressor, # of the model
     factor:float=.7, # what a step leaves of the costs
-)->list|None:        # index of an option, one a choice; None if a step found no way on
-    "From the mildest choice down to the budgets, in equal ratios, with savings as they are around the choice so far"
+)->list|None:        # index of an option, one a choice; None if no step, however small, leads on
+    "From the mildest choice down to the budgets, in equal ratios, with savings as they are around the choice so far; where a step finds no way, half of it is tried"
     picked = [0]*len(problem.choices)
     start = compressor.costs(planned(problem.options(picked)), tuple(budgets))
     ratios = {n: min(1., b/start[n]) for n, b in budgets.items()}
-    steps = max(1, math.ceil(math.log(min(ratios.values()))/math.log(factor)))
-    for i in range(1, steps + 1):
-        ask = {n: b if ratios[n] == 1 or i == steps else start[n]*ratios[n]**(i/steps) for n, b in budgets.items()}
-        picked = choose_around([c.damage for c in problem.choices], problem.choices, picked, ask, compressor, problem.apart, gap=1e-3)
-        if picked is None: return None
-    return picked
+    step = whole = min(1., math.log(factor)/min(math.log(min(ratios.values())), -1e-9))
+    way = 0.   # from 0, the mildest, to 1, the budgets
+    while way < 1 and step > whole/16:
+        ahead = min(1., way + step)
+        ask = {n: b if ratios[n] == 1 or ahead == 1 else start[n]*ratios[n]**ahead for n, b in budgets.items()}
+        new = choose_around([c.damage for c in problem.choices], problem.choices, picked, ask, compressor, problem.apart, gap=1e-3)
+        if new is None: step /= 2
+        else: picked, way = new, ahead
+    return picked if way == 1 else None
 
 def best_within(
     problem:Problem,
