@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['Score', 'as_score', 'compare', 'Evaluation', 'Divergence', 'as_objective', 'evaluation', 'single_scores',
            'is_sample_mean', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval',
-           'learner_sample', 'learner_criterion', 'falls', 'kl_from']
+           'learner_sample', 'learner_criterion', 'falls', 'kl_from', 'FineTuned']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
+import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -339,3 +340,26 @@ def kl_from(
     def eval_fn(m): return away(torch.cat([getattr(out := call(m, x), "logits", out) for x in inputs]))
     with leave_no_trace(model, weights=()): eval_fn(model.eval())   # the first outputs are what the others are compared with
     return eval_fn
+
+# %% ../nbs/09_evaluate.ipynb #03f1fe86
+@dataclass(frozen=True, eq=False)
+class FineTuned:
+    "An `eval_fn`: what a copy of the model scores after `train`, with everything that was zero held at zero. Raises TypeError for what is no function"
+    train:Callable   # model, in training mode -> anything; trains it in place with an optimizer of its own, a few batches are enough
+    eval_fn:Callable # model -> number or per-sample scores, or a pair with the objective
+    def __post_init__(self):
+        for name in ("train", "eval_fn"):
+            if not callable(getattr(self, name)): raise TypeError(f"{name} is a function of the model; got {type(getattr(self, name)).__name__}")
+    def __call__(self, model:nn.Module):
+        "Train a copy, score it; the model itself is not touched"
+        copied = copy.deepcopy(model).train()
+        zeros = {p: p.detach() == 0 for p in copied.parameters()}
+        for p, zero in zeros.items():
+            if p.requires_grad and zero.any(): p.register_hook(lambda grad, zero=zero: grad.masked_fill(zero, 0))
+        with torch.enable_grad(): self.train(copied)
+        with torch.no_grad():
+            for p, zero in zeros.items(): p.masked_fill_(zero, 0)
+        return self.eval_fn(copied.eval())
+    def new_baseline(self):
+        "Forget the untouched model: the next one that is evaluated takes its place"
+        getattr(self.eval_fn, "new_baseline", lambda: None)()
