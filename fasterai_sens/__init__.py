@@ -31,7 +31,7 @@ from .degradation import (
     recommend_compression_target,
     validate_compression_target,
 )
-from .evaluate import Divergence, evaluation, kl_from
+from .evaluate import Divergence, FineTuned, evaluation, kl_from
 from .inference import split_plan, to_torchao_config
 from .joint import search_plan
 from .plans import Compressor, CostTable, allocate, cost_table
