@@ -31,12 +31,14 @@ def score(model, task):
     return scores(model.eval()(task.held_out[0]), task.held_out[1], False).mean().item()
 
 
-def fine_tuned(task, plan, sample, seed):
+def fine_tuned(task, plan, sample, seed, spare):
     """Accuracy of a smaller copy after 30 batches."""
     small = copy.deepcopy(task.model)
     plan.apply(small, sample)
     torch.manual_seed(100 + seed)
-    return score(fit(small, *task.train, 30, 1e-3), task)
+    fit(small, *task.train, 30, 1e-3)
+    if spare is not None: reestimate_norms(small, spare)
+    return score(small, task)
 
 
 def rows_of(name, seed, args):
@@ -56,10 +58,9 @@ def rows_of(name, seed, args):
             compressor = Compressor(task.model, x[:1], methods, settings=r.settings)
             for plan_name, plan in r.plans.items():
                 with leave_no_trace(task.model), compressor(plan):
-                    if not args.as_is:
-                        reestimate_norms(task.model, task.spare)
+                    if spare is not None: reestimate_norms(task.model, spare)
                     row = dict(task=name, seed=seed, budget=f"{pct:g} % of {cost}", plan=plan_name, accuracy=score(task.model, task))
-                yield row | (dict(tuned=fine_tuned(task, plan, x[:1], seed)) if cost == "flops" else {}) | {f"{cost} %": 100*plan.costs[cost]/plan.whole[cost]}
+                yield row | (dict(tuned=fine_tuned(task, plan, x[:1], seed, spare)) if cost == "flops" else {}) | {f"{cost} %": 100*plan.costs[cost]/plan.whole[cost]}
 
 
 def table(rows):
