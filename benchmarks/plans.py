@@ -7,7 +7,7 @@ The networks of `tasks.py` are trained once for each seed: a multilayer perceptr
 on scikit-learn's digits. Plans that need measuring see the loss, or with `--objective kl` how far predictions move from the model's own, on the part of the data that is for it:
 `classic` is the inverse-sensitivity rule from one level (the last below the target), `curves` is `to_layer_targets` of a sweep over 14 levels, `knapsack` the best choice of the
 measured levels, and `search` is `search_targets`. The score is accuracy or, for text, bits a byte, on held-out data: right after the weights are dropped, and after training
-on for a few batches with the dropped weights held at zero, the same batches for every plan. For that `tuned search` is `search_targets` again, from all the other plans and for one round, with the
+on for a few batches with the dropped weights held at zero, the same batches for every plan. For that `tuned search` is `search_targets` again, from all the other plans and for one round (the least there is), with the
 loss that is left after half as many batches (`FineTuned`). With `--one-shot` there is no training. With `--recalibrate`, networks with batch norm get their statistics
 estimated anew on 300 training images: before each evaluation of the search, and before every score.
 
@@ -108,8 +108,8 @@ def compare(name, seed, sparsities, args):
         found = search_targets(task.model, x, eval_fn, pct, evaluations=args.evaluations, **searching)
         plans, took = all_plans(task.model, sweep, found, pct), [perf_counter() - start]
         if not args.one_shot:
-            others = {n: plans[n] for n in ("classic", "curves", "knapsack")} | {"one-shot search": plans["search"]}
-            tuned = search_targets(task.model, x, FineTuned(partial(train_on, task, n=steps//2), eval_fn), pct, plans=others, evaluations=13 + 3*len(found.plan), **searching)
+            others = {n: plans[n] for n in ("curves", "knapsack")} | {"one-shot search": plans["search"]}
+            tuned = search_targets(task.model, x, FineTuned(partial(train_on, task, n=steps//2), eval_fn), pct, plans=others, evaluations=14 + 4*len(found.plan), **searching)
             plans["tuned search"] = tuned.plans["search"]
             took.append(perf_counter() - start - took[0])
         rows = [{"task": name, "sparsity": pct, "seed": seed, "plan": plan} | row for plan, targets in plans.items() for row in measured(task, targets, recalibrate, phases)]

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
-from .evaluate import default_objective, falls, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import default_objective, falls, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
 from .measure import check_functions, measure, stop_rule
@@ -79,7 +79,7 @@ def _run(self:SensitivityAnalyzer, compression, levels, *, layers, layer_types, 
         several = lambda levels: [make(cls.default_level if level is None else level) for level in (levels or cls.default_levels(**options))]
         if isinstance(levels, Mapping): perturbations, wanted = _each(self.model, units, {n: several(v) for n, v in levels.items()})
         else: perturbations = several(levels)
-    getattr(self.eval_fn, "new_baseline", lambda: None)()
+    forget_untouched(self.eval_fn)
     return measure(self.model, units, perturbations, self.eval_fn, name=name, skipped=skipped, metric_name=self.metric_name,
                    higher_is_better=self.higher_is_better, objective_name=self.objective_name, wanted=wanted, stop=stop, verbose=verbose)
 

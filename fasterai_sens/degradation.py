@@ -24,12 +24,12 @@ from torch import nn
 
 from .counters import latency
 from .criteria import large_final
-from .evaluate import Score, as_score, compare
-from .measure import check_baseline, check_functions, evaluate, progress, untouched
+from .evaluate import Score, as_score, compare, forget_untouched
+from .measure import check_baseline, check_functions, check_training, evaluate, progress, untouched
 from .results import LayerTargets, SensitivityResult, SweepResult, as_targets, check_count, damage, format_table, read_json, revive, unknown_name, write_json
 from .search import Recalibrated
 from .sizes import Compressed, Steps, check_size, cost_name, find_steps, planner
-from .state import leave_no_trace
+from .state import leave_no_trace, methods
 
 # %% ../nbs/17_degradation.ipynb #b27e27e6
 def changed_ci(
@@ -291,9 +291,10 @@ def analyze_degradation(
     check_count(runs, "runs", least=0)
     check_functions(eval_fn=eval_fn)
     steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+    check_training(eval_fn, [methods[compression]])
     dense, find = steps.size({}, cost), planner(steps, cost, plan, max_pct)
     plans = {target: find(target)[0] for target in check_sizes(sizes, dense, absolute)}
-    getattr(eval_fn, "new_baseline", lambda: None)()
+    forget_untouched(eval_fn)
     base, around = baseline_score(model, eval_fn), untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     points = []
     for target, p in progress(list(plans.items()), verbose):
@@ -462,7 +463,7 @@ def validate_compression_target(
     if not isinstance(model, nn.Module): raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__}")
     up = getattr(allowed, "higher_is_better", higher_is_better in (None, True))
     if higher_is_better not in (None, up): raise ValueError(f"higher_is_better is {up} for the target; leave it out")
-    getattr(eval_fn, "new_baseline", lambda: None)()
+    forget_untouched(eval_fn)
     base = check_baseline(scored(baseline, eval_fn) if isinstance(baseline, nn.Module) else as_score(baseline))
     most = allowed.allowed_drop if isinstance(allowed, CompressionTarget) else allowed_drop(allowed, base.value, higher_is_better=up) if isinstance(allowed, str) else check_drop(allowed, base.value, up, metric_name)
     other = scored(model, eval_fn)

@@ -96,15 +96,16 @@ def batches(
     data,       # tensor, tuple or dict (one batch), or an iterable of batches
     sample,     # one example input of the model
     device=None, # where to move them
+    name="calibration_data", # what the user calls the data, for the messages
 )->Iterator:    # of (inputs, targets or None)
     "Go through calibration data. Raises TypeError if it is neither a batch nor iterable, ValueError if it is empty"
     if isinstance(data, Tensor | tuple | Mapping): data = [data]
-    if not isinstance(data, Iterable): raise TypeError(f"calibration_data is a tensor, a list of batches or a DataLoader; got {type(data).__name__}")
+    if not isinstance(data, Iterable): raise TypeError(f"{name} is a tensor, a list of batches or a DataLoader; got {type(data).__name__}")
     empty = True
     for batch in data:
         empty = False
         yield split(to_device(batch, device), sample)
-    if empty: raise ValueError("calibration_data is empty")
+    if empty: raise ValueError(f"{name} is empty")
 
 class FirstBatches:
     "The first `n` batches of a DataLoader, anew each time, without moving its random numbers"

@@ -17,12 +17,12 @@ from torch import nn
 from .criteria import large_final
 from .evaluate import Score
 from .inputs import batches, check_sample
-from .measure import check_baseline, check_functions, evaluate, ticker, untouched
+from .measure import check_baseline, check_functions, check_training, evaluate, see_untouched, ticker, untouched
 from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, option_costs, planned, set_up
 from .prune import in_one_ranking, n_granules
 from .results import Plan, check_count, in_turn
 from .search import Meter, Recalibrated, SearchResult, rank_plans
-from .state import leave_no_trace
+from .state import leave_no_trace, methods
 
 # %% ../nbs/16_joint.ipynb #05f15a04
 def steps(
@@ -142,6 +142,10 @@ class PlanMeter(Meter):
             score = evaluate(self.model, self.eval_fn, self.perturbation)
         self.on_call(f"{score.value:.4f}")
         return score
+    def untouched(self)->Score:
+        "Evaluate the untouched model; what compares with that sees it as it is before that"
+        self.n += see_untouched(self.model, self.eval_fn)
+        return self.score(Plan())
     def worth(self, score:Score)->float:
         "The objective or the metric, turned so that less is better. Raises ValueError if there is no objective"
         if self.by == "objective" and score.objective is None: raise ValueError("the sweeps recorded an objective, and eval_fn returns none; measure with the same eval_fn, or say by='metric'")
@@ -211,8 +215,9 @@ def search_plan(
     check_functions(eval_fn=eval_fn, report_fn=report_fn or eval_fn)
     check_sample(model, sample)
     problem, budgets, compressor, first, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data)
+    for f in (eval_fn, report_fn): check_training(f, [methods[m] for c in problem.choices for m in c.methods])
     starts = start_levels(problem, compressor, budgets)
-    around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, next(model.parameters()).device)], sample)
+    around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, next(model.parameters()).device, "recalibrate")], sample)
     calls = 6*(2*sum(len(c.methods) for c in problem.choices) + 3) if evaluations is None else check_count(evaluations, "evaluations")
     rising = first.higher_is_better
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
@@ -223,7 +228,7 @@ def search_plan(
 # %% ../nbs/16_joint.ipynb #189a24bf
 def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dict, calls:int, about:dict)->SearchResult:
     "Measure the starts, go on from the best, rank"
-    dense = check_baseline(meter.score(Plan()))
+    dense = check_baseline(meter.untouched())
     scores = {n: meter.score(meter.plan(levels)) for n, levels in starts.items()}
     first = min(scores, key=lambda n: meter.worth(scores[n]))
     now = meter.worth(scores[first])
@@ -233,7 +238,7 @@ def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dic
     plans = {n: planned(list(zip(problem.choices, at, strict=True)), **about) for n, at in (starts | {"search": levels}).items()}
     for p in plans.values(): p.costs = meter.masker.costs(p, tuple(budgets))
     reported, whole = scores, dense
-    if report: whole, reported = report.score(Plan()), {n: report.score(p) for n, p in plans.items()}
+    if report: whole, reported = report.untouched(), {n: report.score(p) for n, p in plans.items()}
     ranking = rank_plans(scores, reported, whole, (report or meter).sign < 0, {n: p.costs for n, p in plans.items()})
     best = ranking[0]["plan"]
     alone = [meter.score(meter.plan([*[{}]*k, at, *[{}]*(len(levels) - k - 1)])).value for k, at in enumerate((starts | {"search": levels})[best]) if at]

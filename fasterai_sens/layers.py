@@ -187,7 +187,7 @@ def _named(model:nn.Module, units:list, names:Iterable)->set:
     known, modules = by_name(units), dict(model.named_modules(remove_duplicate=False))
     for n in names:
         if n in known: continue
-        reason = dict(all_units(model)[1]).get(n, "layer_types leaves it out")
+        reason = "layer_types leaves it out" if n in by_name(all_units(model)[0]) else dict(all_units(model)[1]).get(n, "it has no weight of its own to compress")
         if n in modules: raise KeyError(f"layer {n!r} is a {type(modules[n]).__name__} and not among the layers to compress: {reason}; those are {', '.join(list(known)[:5])}{', ...'*(len(known) > 5)}")
         raise unknown_name(n, known)
     return {known[n] for n in names}

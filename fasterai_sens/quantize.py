@@ -85,6 +85,7 @@ class Quantized(Perturbation):
     observer:str|None=None # what found `ranges`, for the result
     observed_on:str|None=None # the data in which it found them, for the result
     default_level = 8
+    outlasts_training = False   # weights move off their grid
     @classmethod
     def default_levels(cls, **_): return 8, 6, 4, 3, 2
     def __post_init__(self):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['path_factor', 'reestimate_norms', 'Recalibrated', 'drop_order', 'Masker', 'Local', 'probe', 'exchange', 'descend',
-           'SearchResult', 'Meter', 'check_search', 'starting_plans', 'path_start', 'rank_plans', 'search_targets']
+           'SearchResult', 'Meter', 'classic', 'check_search', 'starting_plans', 'path_start', 'rank_plans',
+           'search_targets']
 
 # %% ../nbs/15_search.ipynb #13cd2bb4
 import math
@@ -23,11 +24,11 @@ from .criteria import bind, check_granularity, large_final, parse_nm
 from .evaluate import Score, compare
 from .inputs import batches, call, check_sample
 from .layers import check_model, filters_first, target_units
-from .measure import check_baseline, check_functions, evaluate, ticker, untouched
+from .measure import check_baseline, check_functions, evaluate, see_untouched, ticker, untouched
 from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
 from .state import keep_values, leave_no_trace
-from .targets import least_total
+from .targets import inverse_sensitivity, least_total
 
 # %% ../nbs/15_search.ipynb #d719cb24
 def reestimate_norms(
@@ -45,7 +46,7 @@ def reestimate_norms(
             m.reset_running_stats()
             m.momentum, m.training = None, True     # None: the average of all batches
         with torch.no_grad():
-            for inputs, _ in batches(data, sample, next(model.parameters()).device): call(model, inputs)
+            for inputs, _ in batches(data, sample, next(model.parameters()).device, "recalibration data"): call(model, inputs)
         for m, back in kept.items():
             if not m.num_batches_tracked: back()   # the data never came here
         done = True
@@ -267,6 +268,12 @@ class Meter:
         score = evaluate(self.model, self.eval_fn, self.perturbation)
         self.on_call(f"{score.value:.4f}")
         return score
+    def untouched(self)->Score:
+        "Evaluate the untouched model; what compares with that sees it as it is before that"
+        nothing = [0]*len(self.masker.units)
+        self.masker.set(nothing)
+        self.n += see_untouched(self.model, self.eval_fn)
+        return self.score(nothing)
     def damage(self,
         kept, # share of each unit
     )->float:
@@ -276,6 +283,16 @@ class Meter:
         "The objective, or a metric alone turned so that less is better; infinite if it is not a number"
         worth = self.sign*score.value if score.objective is None else score.objective
         return worth if math.isfinite(worth) and math.isfinite(score.value) else math.inf
+
+# %% ../nbs/15_search.ipynb #3785b0d7
+def classic(
+    meter:Meter,
+    b:Budget,    # what the plan has to keep to
+    now:float,   # damage of the untouched model
+)->LayerTargets:
+    "The classic rule, from the damage of each layer alone at the target"
+    alone = np.diag(np.clip(b.target, b.low, b.high))
+    return b.targets(inverse_sensitivity([meter.worth(meter.score(one)) - now for one in alone], b.weights, b.target, b.low, b.high))
 
 # %% ../nbs/15_search.ipynb #a2f935b8
 def check_search(
@@ -301,7 +318,7 @@ def starting_plans(
     if not isinstance(plans, Mapping): raise TypeError(f"plans maps names to targets; got {type(plans).__name__}")
     out, names = {n: f(model, b.target, **options) for n, f in baselines.items()}, {u.name for u in b.units}
     for name, plan in plans.items():
-        if name in (*out, "search"): raise ValueError(f"there is a plan called {name!r} already; give it another name")
+        if name in (*out, "classic", "search"): raise ValueError(f"there is a plan called {name!r} already; give it another name")
         levels = {u.name: pct for u, pct in target_units(model, LayerTargets(plan)).items()}
         if levels.keys() != names: raise ValueError(f"plan {name!r} is for other layers: {', '.join(sorted(names ^ levels.keys())[:3])}")
         out[name] = LayerTargets({u.name: levels[u.name] for u in b.units})
@@ -345,9 +362,9 @@ def _zeros(masker:Masker, plan:LayerTargets)->float:
     zeros, weights = (sum(r[k] for r in sparsity_report(masker.units)) for k in ("zeros", "weights"))
     return 100*zeros/weights
 
-def _calls(evaluations, n_units:int, n_plans:int)->tuple:
+def _calls(evaluations, n_units:int, n_plans:int, n_first:int=0)->tuple:
     "Evaluations in all, and those that are left for the exchange. Raises ValueError if they do not suffice for one round"
-    fixed, one_round = 2 + n_plans + n_units, 2*n_units + 3
+    fixed, one_round = n_first + 2 + n_plans + 2*n_units, 2*n_units + 3   # each layer alone, for the classic rule and for the prediction
     total = fixed + 12*one_round if evaluations is None else check_count(evaluations, "evaluations")
     if total < fixed + one_round: raise ValueError(f"evaluations is at least {fixed + one_round} for {n_units} layers and {n_plans} plans to start from; got {evaluations}")
     return total, total - fixed
@@ -365,8 +382,9 @@ def _best(meter:Meter, plans:dict)->tuple:
 
 def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int)->tuple:
     "Scores of the untouched model and of `plans`, to which the searched plan is added. Raises ValueError if nothing can be measured"
-    dense, limits = meter.score(np.zeros(len(b.units))), (b.weights, 1 - b.high/100, 1 - b.low/100)
+    dense, limits = meter.untouched(), (b.weights, 1 - b.high/100, 1 - b.low/100)
     check_baseline(dense)
+    plans["classic"] = classic(meter, b, meter.worth(dense))
     scores, first, least = _best(meter, plans)
     last, ends = meter.n + calls, [(_kept(plans[first]), least)]
     if steps:
@@ -401,7 +419,7 @@ def search_targets(
     layers=None, layer_types=None, locked=None, min_pct=0, max_pct=100, # as in `budget`
     verbose:bool=True, # show a progress bar
 )->SearchResult:
-    "The best of the baselines, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
+    "The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
     options = dict(layers=layers, layer_types=layer_types, locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
@@ -409,14 +427,14 @@ def search_targets(
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
         plans = starting_plans(model, b, {} if plans is None else plans, options)
-        around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device)], sample)
-        (total, calls), masker = _calls(evaluations, len(b.units), len(plans)), Masker(b.units, granularity, bound)
+        around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device, "recalibrate")], sample)
+        (total, calls), masker = _calls(evaluations, len(b.units), len(plans) + 1, hasattr(eval_fn, "new_baseline")), Masker(b.units, granularity, bound)
         meter = Meter(model, masker, eval_fn, around, higher_is_better, ticker(total, verbose))
         dense, scores = _search(meter, b, plans, *path_start(model, b, options, calls), calls)
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
             report, rising = Meter(model, masker, report_fn, around, rising), rising if report_higher_is_better is None else report_higher_is_better
-            whole, reported = report.score(np.zeros(len(b.units))), {n: report.score(p.values()) for n, p in plans.items()}
+            whole, reported = report.untouched(), {n: report.score(p.values()) for n, p in plans.items()}
         ranking = rank_plans(scores, reported, whole, rising, {n: {"sparsity": _zeros(masker, p)} for n, p in plans.items()})
         best = ranking[0]["plan"]
         predicted = _alone(meter, plans[best], dense)

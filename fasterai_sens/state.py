@@ -170,6 +170,7 @@ class Perturbation:
     method_name = None   # what users pass as `compression`; set by `method`
     default_level = 50   # the level meant by `level=None`
     level = None         # how hard this one compresses, as the user said it
+    outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
     @classmethod
     def default_levels(cls, **options)->tuple:
         "The levels meant by `levels=None` in a sweep"

@@ -7,7 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fasterai_sens import FineTuned, Pruner, SensitivityAnalyzer, Sparsifier, allocate, changes, fingerprint, leave_no_trace, search_plan, search_targets
+from fasterai_sens import (
+    FineTuned,
+    Pruner,
+    SensitivityAnalyzer,
+    Sparsifier,
+    allocate,
+    analyze_degradation,
+    changes,
+    fingerprint,
+    leave_no_trace,
+    search_plan,
+    search_targets,
+)
 from fasterai_sens.layers import find_units
 
 g = torch.Generator().manual_seed(0)
@@ -163,3 +175,30 @@ def test_under_no_grad_and_errors(net):
         with pytest.raises(TypeError, match=words): FineTuned(*args)
     after = fingerprint(net)
     assert [c for c in changes(before, after) if not c.startswith("rng")] == []
+
+
+def test_bits_are_refused(net):
+    """Training undoes rounding, so it is refused wherever bits are measured, before anything is."""
+    eval_fn, calls = FineTuned(lambda m: calls.append(1), losses), []
+    analyzer = SensitivityAnalyzer(net, x[:1], eval_fn, higher_is_better=False)
+    with pytest.raises(ValueError, match="training undoes quantization"): analyzer.analyze("quantization", 4, verbose=False)
+    with pytest.raises(ValueError, match="training undoes quantization"): analyze_degradation(net, x[:1], eval_fn, ["20 %"], "quantization", verbose=False)
+    bits = SensitivityAnalyzer(net, x[:1], losses, higher_is_better=False).sweep("quantization", [8, 4], verbose=False)
+    for fns in (dict(eval_fn=eval_fn), dict(eval_fn=losses, report_fn=eval_fn)):
+        with pytest.raises(ValueError, match="training undoes quantization"): search_plan(net, x[:1], sweeps=bits, budget="30%", cost="bytes", verbose=False, **fns)
+    assert not calls
+
+
+def test_thawed_weights_are_held_too(net):
+    """Zeros of what is frozen stay zero while it is trained, not only afterwards; zero biases learn."""
+    seen = []
+    def thaw(model):
+        for p in model.parameters(): p.requires_grad_(True)
+        train(model, after_step=lambda: seen.append(int((model[7].weight == 0).sum())))
+        seen.append(bool(model[7].bias.any()))
+    with leave_no_trace(net):
+        net.requires_grad_(False)
+        net[7].weight.data[:, ::2], net[7].bias.data[:] = 0, 0
+        with torch.inference_mode(): FineTuned(thaw, losses)(net)
+        assert not any(p.requires_grad for p in net.parameters())
+    assert seen == [5*24]*5 + [True]

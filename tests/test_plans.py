@@ -353,3 +353,28 @@ def test_compiled_model():
     model = toy()
     compiled = torch.compile(model)
     assert {n.removeprefix("_orig_mod."): v for n, v in unit_macs(compiled, x)[0].items()} == unit_macs(model, x)[0]
+
+
+def test_tables_of_what_does_not_add_up():
+    """A table alone is no basis for pruning, and zeros and bits save no time in it, to the last digit."""
+    model = toy()
+    sweeps = [made_up(model, m, np.random.default_rng(1), names) for m, names in (("sparsity", None), ("quantization", None), ("pruning", ["0", "2"]))]
+    table = cost_table(sweeps, model, x, ("params", "latency"))
+    assert all(of["latency"] == 0 for name, of in table.saved.items() if "pruning" not in name) and any(of["latency"] for of in table.saved.values())
+    with pytest.raises(ValueError, match="those of channels overlap"):
+        allocate(sweeps, "50%", table=table)
+    with pytest.raises(ValueError, match="latency of .* out of reach"):
+        allocate(sweeps[:2], "99%", "latency", table=table)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_predicted_is_what_was_measured(seed):
+    """The choice takes gains for noise; the prediction does not, so that for any plan it is that of the sweep."""
+    model, rng = toy(), np.random.default_rng(seed)
+    rows = {n: rng.normal(0, .02, 4) for n in ("0", "2", "4")}
+    sweep = SweepResult([SensitivityResult("sparsity", level, .9, [LayerSensitivity(n, "Linear", sum(p.numel() for p in model[int(n)].parameters()), .9, .9 - d[i], d[i]) for n, d in rows.items()])
+                         for i, level in enumerate((20, 40, 60, 80))])
+    for pct in (80, 60, 40):
+        plan = allocate(sweep, f"{pct}%", model=model)
+        assert plan.predicted_metric == pytest.approx(sweep.predict(plan.sparsity), abs=1e-12)
+        assert plan.damage == pytest.approx(sum(max([0, *rows[n][: (0, 20, 40, 60, 80).index(p)]]) for n, p in plan.sparsity.items()))
