@@ -459,7 +459,7 @@ def test_criteria(compression):
         (dict(metric="accuracy"), TypeError, "metric is a function"),
         (dict(metric=lambda p, t: p.sum() * math.nan), ValueError, "nothing can be compared"),
         (dict(epoch=3), TypeError, "epoch"),
-        (dict(recalibrate=[]), ValueError, "calibration_data is empty"),
+        (dict(recalibrate=[]), ValueError, "recalibration data is empty"),
     ],
 )
 def test_errors_leave_no_trace(kwargs, error, match):
