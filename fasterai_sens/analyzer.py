@@ -13,10 +13,10 @@ from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
-from .evaluate import default_objective, falls, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import check_functions, default_objective, falls, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
-from .measure import check_functions, measure, stop_rule
+from .measure import measure, stop_rule
 from .prune import Pruned
 from .quantize import Quantized
 from .results import SensitivityResult, SweepResult, unknown_name

@@ -24,8 +24,8 @@ from torch import nn
 
 from .counters import latency
 from .criteria import large_final
-from .evaluate import Score, as_score, compare, forget_untouched
-from .measure import check_baseline, check_functions, check_training, evaluate, progress, untouched
+from .evaluate import Score, as_score, check_functions, compare, forget_untouched
+from .measure import check_baseline, check_training, evaluate, progress, untouched
 from .results import LayerTargets, SensitivityResult, SweepResult, as_targets, check_count, damage, format_table, read_json, revive, unknown_name, write_json
 from .search import Recalibrated
 from .sizes import Compressed, Steps, check_size, cost_name, find_steps, planner
@@ -460,6 +460,7 @@ def validate_compression_target(
     "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, or if the samples differ; TypeError for a wrong kind"
     check_functions(eval_fn=eval_fn)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
+    check_training(eval_fn, [methods[compressed.compression]] if isinstance(compressed, Compressed) else [])
     if not isinstance(model, nn.Module): raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__}")
     up = getattr(allowed, "higher_is_better", higher_is_better in (None, True))
     if higher_is_better not in (None, up): raise ValueError(f"higher_is_better is {up} for the target; leave it out")

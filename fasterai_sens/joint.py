@@ -15,9 +15,9 @@ from itertools import combinations
 from torch import nn
 
 from .criteria import large_final
-from .evaluate import Score
+from .evaluate import Score, check_functions
 from .inputs import batches, check_sample
-from .measure import check_baseline, check_functions, check_training, evaluate, see_untouched, ticker, untouched
+from .measure import check_baseline, check_training, evaluate, ticker, untouched
 from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, option_costs, planned, set_up
 from .prune import in_one_ranking, n_granules
 from .results import Plan, check_count, in_turn
@@ -128,24 +128,25 @@ class PlanMeter(Meter):
     ):
         super().__init__(compressor.model, compressor, *rest, **options)
         self.choices, self.by = choices, by
+    @property
+    def nothing(self)->Plan:
+        "The plan that changes nothing"
+        return Plan()
     def plan(self,
         levels:list, # {method: level} of each choice
     )->Plan:
         "The plan"
         return planned(list(zip(self.choices, levels, strict=True)))
     def score(self,
-        plan:Plan, # to measure
+        plan:Plan,   # to measure
+        around=None, # perturbation; None: the usual one
     )->Score:
         "Evaluate the model under the plan"
         with self.masker(plan):
             self.n += 1
-            score = evaluate(self.model, self.eval_fn, self.perturbation)
+            score = evaluate(self.model, self.eval_fn, around or self.perturbation)
         self.on_call(f"{score.value:.4f}")
         return score
-    def untouched(self)->Score:
-        "Evaluate the untouched model; what compares with that sees it as it is before that"
-        self.n += see_untouched(self.model, self.eval_fn)
-        return self.score(Plan())
     def worth(self, score:Score)->float:
         "The objective or the metric, turned so that less is better. Raises ValueError if there is no objective"
         if self.by == "objective" and score.objective is None: raise ValueError("the sweeps recorded an objective, and eval_fn returns none; measure with the same eval_fn, or say by='metric'")
@@ -228,7 +229,7 @@ def search_plan(
 # %% ../nbs/16_joint.ipynb #189a24bf
 def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dict, calls:int, about:dict)->SearchResult:
     "Measure the starts, go on from the best, rank"
-    dense = check_baseline(meter.untouched())
+    dense = check_baseline(meter.untouched(), objective_name="objective" if meter.by == "objective" else None)
     scores = {n: meter.score(meter.plan(levels)) for n, levels in starts.items()}
     first = min(scores, key=lambda n: meter.worth(scores[n]))
     now = meter.worth(scores[first])

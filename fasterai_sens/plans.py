@@ -528,20 +528,20 @@ def stepwise(
     budgets:dict,    # cost -> number
     compressor:Compressor, # of the model
     factor:float=.7, # what a step leaves of the costs
-)->list|None:        # index of an option, one a choice; None if no step, however small, leads on
+)->list|None:        # index of an option, one a choice; None if not even an eighth of a step leads on
     "From the mildest choice down to the budgets, in equal ratios, with savings as they are around the choice so far; where a step finds no way, half of it is tried"
     picked = [0]*len(problem.choices)
     start = compressor.costs(planned(problem.options(picked)), tuple(budgets))
     ratios = {n: min(1., b/start[n]) for n, b in budgets.items()}
     step = whole = min(1., math.log(factor)/min(math.log(min(ratios.values())), -1e-9))
     way = 0.   # from 0, the mildest, to 1, the budgets
-    while way < 1 and step > whole/16:
+    while 1 - way > 1e-9 and step > whole/16:
         ahead = min(1., way + step)
         ask = {n: b if ratios[n] == 1 or ahead == 1 else start[n]*ratios[n]**ahead for n, b in budgets.items()}
         new = choose_around([c.damage for c in problem.choices], problem.choices, picked, ask, compressor, problem.apart, gap=1e-3)
         if new is None: step /= 2
-        else: picked, way = new, ahead
-    return picked if way == 1 else None
+        else: picked, way, step = new, ahead, min(whole, 2*step)
+    return picked if 1 - way <= 1e-9 else None
 
 def best_within(
     problem:Problem,

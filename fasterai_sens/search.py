@@ -21,10 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .baselines import Budget, baselines, budget
 from .criteria import bind, check_granularity, large_final, parse_nm
-from .evaluate import Score, compare
+from .evaluate import Score, check_functions, compare, forget_untouched
 from .inputs import batches, call, check_sample
 from .layers import check_model, filters_first, target_units
-from .measure import check_baseline, check_functions, evaluate, see_untouched, ticker, untouched
+from .measure import check_baseline, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
 from .state import keep_values, leave_no_trace
@@ -260,20 +260,24 @@ class Meter:
         self.model, self.masker, self.eval_fn, self.perturbation = model, masker, eval_fn, perturbation
         self.sign, self.on_call, self.n = -1 if higher_is_better else 1, on_call, 0
     def score(self,
-        pcts, # percent of each unit
+        pcts,        # percent of each unit
+        around=None, # perturbation; None: the usual one
     )->Score:
         "Evaluate the model with this sparsity"
         self.masker.set(pcts)
         self.n += 1
-        score = evaluate(self.model, self.eval_fn, self.perturbation)
+        score = evaluate(self.model, self.eval_fn, around or self.perturbation)
         self.on_call(f"{score.value:.4f}")
         return score
+    @property
+    def nothing(self):
+        "The plan that changes nothing"
+        return [0]*len(self.masker.units)
     def untouched(self)->Score:
-        "Evaluate the untouched model; what compares with that sees it as it is before that"
-        nothing = [0]*len(self.masker.units)
-        self.masker.set(nothing)
-        self.n += see_untouched(self.model, self.eval_fn)
-        return self.score(nothing)
+        "Evaluate the untouched model; what compares with that sees it as it is, not recalibrated, before that"
+        forget_untouched(self.eval_fn)
+        if self.perturbation is not untouched and hasattr(self.eval_fn, "new_baseline"): self.score(self.nothing, untouched)
+        return self.score(self.nothing)
     def damage(self,
         kept, # share of each unit
     )->float:
@@ -289,10 +293,12 @@ def classic(
     meter:Meter,
     b:Budget,    # what the plan has to keep to
     now:float,   # damage of the untouched model
-)->LayerTargets:
+)->LayerTargets|None: # None if the layers that do not break the model are too few
     "The classic rule, from the damage of each layer alone at the target"
     alone = np.diag(np.clip(b.target, b.low, b.high))
-    return b.targets(inverse_sensitivity([meter.worth(meter.score(one)) - now for one in alone], b.weights, b.target, b.low, b.high))
+    damages = [meter.worth(meter.score(one)) - now if low < high else math.inf for one, low, high in zip(alone, b.low, b.high, strict=True)]   # no choice: it stays at `low`
+    plan = inverse_sensitivity(damages, b.weights, b.target, b.low, b.high)
+    return b.targets(plan) if math.isclose(np.average(plan, weights=b.weights), b.target, abs_tol=1e-6) else None
 
 # %% ../nbs/15_search.ipynb #a2f935b8
 def check_search(
@@ -383,8 +389,8 @@ def _best(meter:Meter, plans:dict)->tuple:
 def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int)->tuple:
     "Scores of the untouched model and of `plans`, to which the searched plan is added. Raises ValueError if nothing can be measured"
     dense, limits = meter.untouched(), (b.weights, 1 - b.high/100, 1 - b.low/100)
-    check_baseline(dense)
-    plans["classic"] = classic(meter, b, meter.worth(dense))
+    check_baseline(dense, objective_name="objective")
+    if by_rule := classic(meter, b, meter.worth(dense)): plans["classic"] = by_rule
     scores, first, least = _best(meter, plans)
     last, ends = meter.n + calls, [(_kept(plans[first]), least)]
     if steps:
@@ -399,7 +405,7 @@ def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int
 
 def _alone(meter:Meter, plan:LayerTargets, dense:Score)->float:
     "The metric if the damages of the layers, each compressed alone, added up"
-    return dense.value + sum(meter.score(one).value - dense.value for one in np.diag(list(plan.values())))
+    return dense.value + sum(meter.score(one).value - dense.value for one in np.diag(list(plan.values())) if one.any())
 
 # %% ../nbs/15_search.ipynb #4a61f6a6
 def search_targets(
@@ -428,7 +434,7 @@ def search_targets(
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
         plans = starting_plans(model, b, {} if plans is None else plans, options)
         around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device, "recalibrate")], sample)
-        (total, calls), masker = _calls(evaluations, len(b.units), len(plans) + 1, hasattr(eval_fn, "new_baseline")), Masker(b.units, granularity, bound)
+        (total, calls), masker = _calls(evaluations, len(b.units), len(plans) + 1, around is not untouched and hasattr(eval_fn, "new_baseline")), Masker(b.units, granularity, bound)
         meter = Meter(model, masker, eval_fn, around, higher_is_better, ticker(total, verbose))
         dense, scores = _search(meter, b, plans, *path_start(model, b, options, calls), calls)
         reported, whole, rising = scores, dense, higher_is_better

@@ -63,7 +63,8 @@ def inverse_sensitivity(
     low, high,          # bounds, numbers or one a knob
     gamma:float=1.,     # 0: uniform; larger: the most robust carry more of it
 )->np.ndarray:          # values within the bounds with exactly that mean
-    "The classic rule: from the upper bound for the most robust to the lower one for the most sensitive, then all shifted alike. Source: fasterai 0.3"
+    "The classic rule: from the upper bound for the most robust to the lower one for the most sensitive, then all shifted alike; what broke the model stays at the lower one. Source: fasterai 0.3"
+    high = np.where(np.isfinite(damages), high, low)
     return shift_to_mean(low + (high - low)*(1 - _scaled(damages))**gamma, weights, target, low, high)
 
 @patch
@@ -84,7 +85,7 @@ def to_layer_targets(self:SensitivityResult,
     weights, top = np.array([k.weights for k in ks], float), np.array([high if math.isfinite(k.delta) else low for k in ks])
     lost = [n for k in ks if not math.isfinite(k.delta) for n in k.names]
     check_reach(target, np.full(len(ks), low), top, weights, (low, high), f"{', '.join(lost[:3])} must stay at min_pct, the metric broke there" if lost else "rounding")
-    pct = inverse_sensitivity([k.delta for k in ks], weights, target, low, top, gamma)
+    pct = inverse_sensitivity([k.delta for k in ks], weights, target, low, high, gamma)
     return _in_order(self.layers, zip((k.names for k in ks), pct, strict=True))
 
 SensitivityResult.to_schedule = SensitivityResult.to_layer_targets

@@ -15,10 +15,12 @@ from fasterai_sens import (
     allocate,
     analyze_degradation,
     changes,
+    compress_to_size,
     fingerprint,
     leave_no_trace,
     search_plan,
     search_targets,
+    validate_compression_target,
 )
 from fasterai_sens.layers import find_units
 
@@ -139,7 +141,7 @@ def test_zeros_stay_and_nothing_else_does(net):
 
 
 def test_tied_weights_stay_tied():
-    """A copy has the ties of the model, and zeros of a tied weight are held once for both."""
+    """A copy has the ties of the model where one parameter has two names, and zeros of a tied weight are held once for both."""
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -186,6 +188,8 @@ def test_bits_are_refused(net):
     bits = SensitivityAnalyzer(net, x[:1], losses, higher_is_better=False).sweep("quantization", [8, 4], verbose=False)
     for fns in (dict(eval_fn=eval_fn), dict(eval_fn=losses, report_fn=eval_fn)):
         with pytest.raises(ValueError, match="training undoes quantization"): search_plan(net, x[:1], sweeps=bits, budget="30%", cost="bytes", verbose=False, **fns)
+    small = compress_to_size(net, x[:1], "40 %", "quantization")
+    with pytest.raises(ValueError, match="training undoes quantization"): validate_compression_target(net, small, eval_fn, .5)
     assert not calls
 
 
@@ -202,3 +206,12 @@ def test_thawed_weights_are_held_too(net):
         with torch.inference_mode(): FineTuned(thaw, losses)(net)
         assert not any(p.requires_grad for p in net.parameters())
     assert seen == [5*24]*5 + [True]
+
+
+def test_models_that_are_copied_or_not(net):
+    """Integer parameters are no obstacle; what PyTorch cannot copy is said."""
+    with leave_no_trace(net):
+        net.register_parameter("table", nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False))
+        assert FineTuned(train, losses)(net).isfinite().all()
+    net.seen = net[0](x)
+    with pytest.raises(ValueError, match="FineTuned trains a copy, and this Sequential cannot be copied"): FineTuned(train, losses)(net)

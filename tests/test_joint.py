@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchvision.models import MobileNetV2, resnet18
 
-from fasterai_sens import Compressor, SearchResult, SensitivityAnalyzer, changes, fingerprint, search_plan
+from fasterai_sens import Compressor, SearchResult, SensitivityAnalyzer, changes, evaluation, fingerprint, search_plan
 
 g = torch.Generator().manual_seed(0)
 percent, bits = [25, 50, 75], [8, 4, 3]
@@ -164,3 +164,42 @@ def test_by_the_metric_or_the_objective(small):
         search_plan(model, images[:1], eval_fn, sweep, "60%", verbose=False)
     with pytest.raises(TypeError, match="report_fn is a function"):
         search_plan(model, images[:1], eval_fn, sweep, "60%", report_fn="x", verbose=False)
+
+
+@pytest.mark.parametrize("recalibrated", [False, True])
+def test_an_evaluation_that_compares(small, recalibrated):
+    """One that was used on another model sees the untouched one first, as it is; one that writes to the weights leaves no trace."""
+    model, images, sweeps, _ = small
+    torch.manual_seed(1)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(432, 5))
+    make = lambda: evaluation((images, torch.zeros(64, dtype=torch.long)), lambda p, t: (p.argmax(1) == t).float(), "kl")
+    used, fresh = make(), make()
+    used(other)
+    ours = SensitivityAnalyzer(model, images[:1], make()).sweep("pruning", percent, verbose=False)
+    options = dict(sweeps=ours, budget="60%", evaluations=15, recalibrate=images + 1 if recalibrated else None, verbose=False)
+    before = fingerprint(model)
+    assert search_plan(model, images[:1], used, **options) == search_plan(model, images[:1], fresh, **options)
+    assert used(model)[1].abs().max() < 1e-6
+    class Rough(type(used)):
+        def __call__(self, m):
+            for p in m.parameters(): p.data.mul_(1.01)
+            return super().__call__(m)
+    search_plan(model, images[:1], Rough(used.run, used.metric, used.objective), **options)
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_an_objective_that_is_not_used(small):
+    """By the metric, an objective that is no number does not matter; by the objective it is said at once."""
+    model, images, sweeps, eval_fn = small
+    nan = lambda m: (eval_fn(m), math.nan)
+    assert search_plan(model, images[:1], nan, sweeps[0], "60%", by="metric", evaluations=15, verbose=False).plan.pruning
+    with pytest.raises(ValueError, match="the objective of the untouched model is nan"):
+        search_plan(model, images[:1], nan, with_objective(sweeps[0]), "60%", evaluations=15, verbose=False)
+
+
+def with_objective(sweep):
+    """The sweep, as if the damage were that to an objective."""
+    for r in sweep:
+        r.objective_name, r.baseline_objective = "loss", 0.
+        for row in r.layers: row.objective, row.objective_delta = row.delta, row.delta
+    return sweep

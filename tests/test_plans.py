@@ -22,8 +22,10 @@ from fasterai_sens import (
     count_flops_params,
     fingerprint,
     n_bytes,
+    plans,
     quantize_model,
 )
+from fasterai_sens.criteria import large_final
 from fasterai_sens.layers import all_units
 from fasterai_sens.plans import by_method, choices, planned, unit_macs
 from fasterai_sens.results import BitPlan, LayerSensitivity, SensitivityResult
@@ -378,3 +380,21 @@ def test_what_is_predicted_is_what_was_measured(seed):
         plan = allocate(sweep, f"{pct}%", model=model)
         assert plan.predicted_metric == pytest.approx(sweep.predict(plan.sparsity), abs=1e-12)
         assert plan.damage == pytest.approx(sum(max([0, *rows[n][: (0, 20, 40, 60, 80).index(p)]]) for n, p in plan.sparsity.items()))
+
+
+def test_smaller_steps_where_large_ones_find_no_way(monkeypatch):
+    """A step that cannot be taken is halved, and steps grow again; the budget is met, or None is returned after an eighth."""
+    model, images = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)), x
+    sweep = made_up(model, "pruning", np.random.default_rng(0), ["0", "2"])
+    problem, budgets, compressor, *_ = plans.set_up(sweep, "55%", "params", (), None, (), None, model, images[:1], None, large_final, None)
+    really, asked = plans.choose_around, []
+    def steep(damage, choices, picked, ask, *rest, **kwargs):
+        asked.append(ask["params"])
+        now = compressor.costs(planned([(c, c.levels[i]) for c, i in zip(choices, picked, strict=True)]), ("params",))["params"]
+        return None if ask["params"] < limit*now else really(damage, choices, picked, ask, *rest, **kwargs)
+    monkeypatch.setattr(plans, "choose_around", steep)
+    limit = .8   # of the cost, in one step
+    picked = plans.stepwise(problem, budgets, compressor)
+    assert compressor.costs(planned(problem.options(picked)), ("params",))["params"] <= budgets["params"] and len(asked) > 2
+    limit, asked[:] = .999, []
+    assert plans.stepwise(problem, budgets, compressor) is None and len(asked) == 4

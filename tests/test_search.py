@@ -348,16 +348,26 @@ def test_norms_that_the_data_never_reach_keep_their_statistics():
     assert model.aux.running_mean.tolist() == [3, 3, 3] and model.main.running_mean.mean() > 4
 
 
-def test_an_evaluation_that_was_used_before():
-    """Divergence is from the untouched model of this search, whatever the evaluation saw earlier; so is that of the report."""
+@pytest.mark.parametrize("recalibrate", [None, x + 1])
+def test_an_evaluation_that_was_used_before(recalibrate):
+    """Divergence is from the untouched model of this search, as it is and not recalibrated, whatever the evaluation saw earlier; so is that of the report."""
     net, _ = net_and_eval()
     other, _ = net_and_eval(1)
     make = lambda: evaluation((x, torch.zeros(64, dtype=torch.long)), lambda p, t: (p.argmax(1) == t).float(), "kl")
     used, report = make(), make()
     used(other), report(other)
-    results = [search_targets(net, x[:1], fn, 80, report_fn=rep, evaluations=60, verbose=False) for fn, rep in ((make(), make()), (used, report))]
+    results = [search_targets(net, x[:1], fn, 80, report_fn=rep, evaluations=60, recalibrate=recalibrate, verbose=False) for fn, rep in ((make(), make()), (used, report))]
     assert results[0] == results[1] and results[0].evaluations <= 60
     assert used(net)[1].abs().max() < 1e-6 and report(net)[1].abs().max() < 1e-6
+    calls = []
+    class Counted(type(used)):
+        def __call__(self, model):
+            calls.append(1)
+            return super().__call__(model)
+    for metric in (used.metric, lambda p, t: float((p.argmax(1) == t).float().mean())):
+        calls.clear()
+        r = search_targets(net, x[:1], Counted(used.run, metric, used.objective), 80, evaluations=60, recalibrate=recalibrate, verbose=False)
+        assert r.evaluations == len(calls) <= 60
 
 
 def test_classic_targets_are_among_the_plans():
@@ -382,3 +392,12 @@ def test_plots_only_with_the_sweep_of_the_same_metric():
     with pytest.raises(ValueError, match="sweep with the same eval_fn"): r.plot(twice)
     ax = r.plot(sweep)[1]
     assert len(ax.collections) + len(ax.lines) > 1
+
+
+def test_classic_targets_of_a_layer_that_breaks():
+    """It stays at the least, as in `to_layer_targets`; where that leaves no plan, there is none."""
+    net, eval_fn = net_and_eval()
+    breaks = lambda i: lambda m: eval_fn(m).mean().item() if (m[i].weight == 0).float().mean() < .55 else float("nan")
+    assert search(net, breaks(0), 60).plans["classic"]["0"] == 0
+    mine = {"0": 95, "4": (60*1320 - 95*456)/864, "8": 95}      # with no zero in layer 4 the mean of 60 % is out of reach
+    assert list(search(net, breaks(4), 60, plans={"mine": mine}).plans) == ["uniform", "global_magnitude", "erk", "lamp", "mine", "search"]
