@@ -8,7 +8,7 @@ on scikit-learn's digits. Plans that need measuring see the loss, or with `--obj
 `classic` is the inverse-sensitivity rule from one level (the last below the target), `curves` is `to_layer_targets` of a sweep over 14 levels, `knapsack` the best choice of the
 measured levels, and `search` is `search_targets`. The score is accuracy or, for text, bits a byte, on held-out data: right after the weights are dropped, and after training
 on for a few batches with the dropped weights held at zero, the same batches for every plan. For that `tuned search` is `search_targets` again, from all the other plans and for one round (the least there is), with the
-loss that is left after half as many batches (`FineTuned`). With `--one-shot` there is no training. With `--recalibrate`, networks with batch norm get their statistics
+loss (or divergence) that is left after half as many batches (`FineTuned`). With `--one-shot` there is no training. With `--recalibrate`, networks with batch norm get their statistics
 estimated anew on 300 training images: before each evaluation of the search, and before every score.
 
 For each plan the tables give mean, standard deviation and worst over the seeds. Then, for the search (in one shot `search`, fine-tuned `tuned search`): its gain over the best of the plans that are
@@ -121,7 +121,7 @@ def compare(name, seed, sparsities, args):
 def verdict(scores, stderr, rising, own):
     """The searched plan `own` against the best of those that are not searched: names and numbers for the table; `scores` has a column a seed"""
     others, sign = scores[~scores.index.str.endswith("search")], 1 if rising else -1
-    other = (sign*others.mean(1)).idxmax()
+    other = (sign*others.mean(axis=1)).idxmax()
     gain = (sign*(scores.loc[own] - scores.loc[other])).dropna()
     over_seeds = gain.std()/len(gain)**.5
     noise = np.nanmax([t.ppf(.975, max(len(gain) - 1, 1))*over_seeds, 2*stderr])
