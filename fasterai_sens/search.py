@@ -411,7 +411,7 @@ def _alone(meter:Meter, plan:LayerTargets, dense:Score)->float:
 def search_targets(
     model:nn.Module,   # trained model; comes back bit for bit
     sample,            # example input: a tensor, a tuple, or a dict of keyword inputs
-    eval_fn:Callable,  # model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a loss is best. Or a pair of those, (metric, objective): the search goes by the objective
+    eval_fn:Callable,  # model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a loss is best, inside `FineTuned` if the network will be trained on. Or a pair of those, (metric, objective): the search goes by the objective
     target_pct,        # mean over the weights of the layers, percent
     *, higher_is_better:bool=True, # direction of `eval_fn`
     metric_name:str="accuracy", # of `eval_fn`, for display
