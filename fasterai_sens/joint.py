@@ -229,7 +229,7 @@ def search_plan(
 # %% ../nbs/16_joint.ipynb #189a24bf
 def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dict, calls:int, about:dict)->SearchResult:
     "Measure the starts, go on from the best, rank"
-    dense = check_baseline(meter.untouched(), objective_name="objective" if meter.by == "objective" else None)
+    dense = check_baseline(meter.dense(), objective_name="objective" if meter.by == "objective" else None)
     scores = {n: meter.score(meter.plan(levels)) for n, levels in starts.items()}
     first = min(scores, key=lambda n: meter.worth(scores[n]))
     now = meter.worth(scores[first])
@@ -239,7 +239,7 @@ def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dic
     plans = {n: planned(list(zip(problem.choices, at, strict=True)), **about) for n, at in (starts | {"search": levels}).items()}
     for p in plans.values(): p.costs = meter.masker.costs(p, tuple(budgets))
     reported, whole = scores, dense
-    if report: whole, reported = report.untouched(), {n: report.score(p) for n, p in plans.items()}
+    if report: whole, reported = report.dense(), {n: report.score(p) for n, p in plans.items()}
     ranking = rank_plans(scores, reported, whole, (report or meter).sign < 0, {n: p.costs for n, p in plans.items()})
     best = ranking[0]["plan"]
     alone = [meter.score(meter.plan([*[{}]*k, at, *[{}]*(len(levels) - k - 1)])).value for k, at in enumerate((starts | {"search": levels})[best]) if at]

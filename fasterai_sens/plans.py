@@ -535,13 +535,13 @@ def stepwise(
     ratios = {n: min(1., b/start[n]) for n, b in budgets.items()}
     step = whole = min(1., math.log(factor)/min(math.log(min(ratios.values())), -1e-9))
     way = 0.   # from 0, the mildest, to 1, the budgets
-    while 1 - way > 1e-9 and step > whole/16:
-        ahead = min(1., way + step)
+    while way < 1 and step > whole/16:
+        ahead = way + step if way + step < 1 - 1e-9 else 1.   # the last one asks for the budgets themselves
         ask = {n: b if ratios[n] == 1 or ahead == 1 else start[n]*ratios[n]**ahead for n, b in budgets.items()}
         new = choose_around([c.damage for c in problem.choices], problem.choices, picked, ask, compressor, problem.apart, gap=1e-3)
         if new is None: step /= 2
         else: picked, way, step = new, ahead, min(whole, 2*step)
-    return picked if 1 - way <= 1e-9 else None
+    return picked if way == 1 else None
 
 def best_within(
     problem:Problem,

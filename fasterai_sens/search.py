@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['path_factor', 'reestimate_norms', 'Recalibrated', 'drop_order', 'Masker', 'Local', 'probe', 'exchange', 'descend',
-           'SearchResult', 'Meter', 'classic', 'check_search', 'starting_plans', 'path_start', 'rank_plans',
+           'SearchResult', 'Meter', 'classic_plan', 'check_search', 'starting_plans', 'path_start', 'rank_plans',
            'search_targets']
 
 # %% ../nbs/15_search.ipynb #13cd2bb4
@@ -273,7 +273,7 @@ class Meter:
     def nothing(self):
         "The plan that changes nothing"
         return [0]*len(self.masker.units)
-    def untouched(self)->Score:
+    def dense(self)->Score:
         "Evaluate the untouched model; what compares with that sees it as it is, not recalibrated, before that"
         forget_untouched(self.eval_fn)
         if self.perturbation is not untouched and hasattr(self.eval_fn, "new_baseline"): self.score(self.nothing, untouched)
@@ -289,7 +289,7 @@ class Meter:
         return worth if math.isfinite(worth) and math.isfinite(score.value) else math.inf
 
 # %% ../nbs/15_search.ipynb #3785b0d7
-def classic(
+def classic_plan(
     meter:Meter,
     b:Budget,    # what the plan has to keep to
     now:float,   # damage of the untouched model
@@ -368,9 +368,9 @@ def _zeros(masker:Masker, plan:LayerTargets)->float:
     zeros, weights = (sum(r[k] for r in sparsity_report(masker.units)) for k in ("zeros", "weights"))
     return 100*zeros/weights
 
-def _calls(evaluations, n_units:int, n_plans:int, n_first:int=0)->tuple:
+def _calls(evaluations, n_units:int, n_plans:int, n_as_is:int=0)->tuple:
     "Evaluations in all, and those that are left for the exchange. Raises ValueError if they do not suffice for one round"
-    fixed, one_round = n_first + 2 + n_plans + 2*n_units, 2*n_units + 3   # each layer alone, for the classic rule and for the prediction
+    fixed, one_round = n_as_is + 2 + n_plans + 2*n_units, 2*n_units + 3   # dense as it is; dense and the result; each layer alone, for the classic rule and for the prediction
     total = fixed + 12*one_round if evaluations is None else check_count(evaluations, "evaluations")
     if total < fixed + one_round: raise ValueError(f"evaluations is at least {fixed + one_round} for {n_units} layers and {n_plans} plans to start from; got {evaluations}")
     return total, total - fixed
@@ -388,9 +388,9 @@ def _best(meter:Meter, plans:dict)->tuple:
 
 def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int)->tuple:
     "Scores of the untouched model and of `plans`, to which the searched plan is added. Raises ValueError if nothing can be measured"
-    dense, limits = meter.untouched(), (b.weights, 1 - b.high/100, 1 - b.low/100)
+    dense, limits = meter.dense(), (b.weights, 1 - b.high/100, 1 - b.low/100)
     check_baseline(dense, objective_name="objective")
-    if by_rule := classic(meter, b, meter.worth(dense)): plans["classic"] = by_rule
+    if by_rule := classic_plan(meter, b, meter.worth(dense)): plans["classic"] = by_rule
     scores, first, least = _best(meter, plans)
     last, ends = meter.n + calls, [(_kept(plans[first]), least)]
     if steps:
@@ -440,7 +440,7 @@ def search_targets(
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
             report, rising = Meter(model, masker, report_fn, around, rising), rising if report_higher_is_better is None else report_higher_is_better
-            whole, reported = report.untouched(), {n: report.score(p.values()) for n, p in plans.items()}
+            whole, reported = report.dense(), {n: report.score(p.values()) for n, p in plans.items()}
         ranking = rank_plans(scores, reported, whole, rising, {n: {"sparsity": _zeros(masker, p)} for n, p in plans.items()})
         best = ranking[0]["plan"]
         predicted = _alone(meter, plans[best], dense)

@@ -57,12 +57,28 @@ def net():
 
 
 def by_hand(net, compress, make=torch.optim.Adam):
-    """The loss of a copy that was compressed for good and then trained, on the batches that the global generator gives now."""
+    """The loss of a copy that `compress` made smaller for good and that was then trained, on the batches that the global generator gives now."""
     with leave_no_trace(net):       # for the random state
         model = copy.deepcopy(net)
-        after_step = compress(model) or (lambda: None)
-        train(model, make=make, after_step=after_step)
+        train(model, make=make, after_step=compress(model))
         return losses(model.eval()).mean().item()
+
+
+def sparse(plan):
+    """A function that makes a model sparse, and returns what keeps it so."""
+    def compress(model):
+        sparsifier = Sparsifier(model)
+        sparsifier.sparsify_model(plan)
+        return sparsifier.apply_masks
+    return compress
+
+
+def pruned(name, pct):
+    """A function that takes channels out, which needs nothing afterwards."""
+    def compress(model):
+        Pruner(model, {name: pct}, example_inputs=x[:1]).prune_model()
+        return lambda: None
+    return compress
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=.9, weight_decay=1e-3), torch.optim.AdamW])
@@ -72,16 +88,10 @@ def test_sparsity(net, make):
     eval_fn = FineTuned(lambda m: train(m, make=make), losses)
     result = SensitivityAnalyzer(net, x[:1], eval_fn, higher_is_better=False, metric_name="loss").analyze("sparsity", 90, verbose=False)
     assert changes(before, fingerprint(net)) == []
-    def masked(name):
-        def compress(model):
-            sparsifier = Sparsifier(model)
-            sparsifier.sparsify_layer(dict(model.named_modules())[name], 90)
-            return sparsifier.apply_masks
-        return compress
-    np.testing.assert_allclose(result.baseline_metric, by_hand(net, lambda m: None, make), rtol=1e-6)
+    np.testing.assert_allclose(result.baseline_metric, by_hand(net, sparse({}), make), rtol=1e-6)
     assert len(result.layers) == 3
     for row in result.layers:
-        np.testing.assert_allclose(row.compressed_metric, by_hand(net, masked(row.name), make), rtol=1e-4)
+        np.testing.assert_allclose(row.compressed_metric, by_hand(net, sparse({row.name: 90}), make), rtol=1e-4)
     assert any(abs(row.delta) > 1e-3 for row in result.layers)
 
 
@@ -92,8 +102,7 @@ def test_channels(net):
     sweep = SensitivityAnalyzer(net, x[:1], eval_fn, higher_is_better=False, metric_name="loss").sweep("pruning", [25, 50], verbose=False)
     assert changes(before, fingerprint(net)) == []
     row = sweep[1].layers[0]
-    pruned = by_hand(net, lambda m: Pruner(m, {row.name: 50}, example_inputs=x[:1]).prune_model() and None)
-    np.testing.assert_allclose(row.compressed_metric, pruned, rtol=1e-4)
+    np.testing.assert_allclose(row.compressed_metric, by_hand(net, pruned(row.name, 50)), rtol=1e-4)
     plan = allocate(sweep, {"params": "80%"}, model=net, sample=x[:1])
     found = search_plan(net, x[:1], eval_fn, sweep, {"params": "80%"}, evaluations=30, verbose=False)
     assert changes(before, fingerprint(net)) == [] and plan.pruning and found.plan.costs["params"] <= .8*found.plan.whole["params"]
@@ -105,12 +114,6 @@ def test_search(net):
     before = fingerprint(net)
     found = search_targets(net, x[:1], FineTuned(train, losses), 90, higher_is_better=False, metric_name="loss", evaluations=40, verbose=False)
     assert changes(before, fingerprint(net)) == []
-    def sparse(plan):
-        def compress(model):
-            sparsifier = Sparsifier(model)
-            sparsifier.sparsify_model(plan)
-            return sparsifier.apply_masks
-        return compress
     for row in found.ranking:
         np.testing.assert_allclose(row["metric"], by_hand(net, sparse(found.plans[row["plan"]])), rtol=1e-3)
         assert abs(found.plans[row["plan"]].mean(net) - 90) < 1e-6
