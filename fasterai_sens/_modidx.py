@@ -516,6 +516,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fasterai_sens.layers.find_units': ('layers.html#find_units', 'fasterai_sens/layers.py'),
                                       'fasterai_sens.layers.has_class': ('layers.html#has_class', 'fasterai_sens/layers.py'),
                                       'fasterai_sens.layers.is_hf_conv1d': ('layers.html#is_hf_conv1d', 'fasterai_sens/layers.py'),
+                                      'fasterai_sens.layers.packed_layers': ('layers.html#packed_layers', 'fasterai_sens/layers.py'),
+                                      'fasterai_sens.layers.packed_weight': ('layers.html#packed_weight', 'fasterai_sens/layers.py'),
                                       'fasterai_sens.layers.place': ('layers.html#place', 'fasterai_sens/layers.py'),
                                       'fasterai_sens.layers.target_units': ('layers.html#target_units', 'fasterai_sens/layers.py'),
                                       'fasterai_sens.layers.weight_names': ('layers.html#weight_names', 'fasterai_sens/layers.py'),

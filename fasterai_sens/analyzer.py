@@ -96,7 +96,7 @@ def analyze(self:SensitivityAnalyzer,
     level=None,               # percent, or bits for quantization; None: 50 % or 8 bits
     *, granularity="weight",  # sparsity: block size, or an n:m pattern such as "2:4"
     layers=None,              # names of layers; None: all
-    layer_types=None,         # a module class or a tuple of them; None: all
+    layer_types=None,         # a module class, or several in a list; None: all
     quant_per_channel=True,   # quantization: a scale for each output channel, or one for the layer
     quant_activations=False,  # quantization: also its activations, "output" (or True), "input" or "both"
     quant_group_size=None,    # quantization: a scale for each so many weights of an output channel; None: do not divide further

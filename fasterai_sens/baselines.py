@@ -61,7 +61,7 @@ def budget(
     model:nn.Module,  # any model; tied weights count once
     target_pct,       # mean over the weights of the layers, percent
     *, layers=None,   # names of the layers to plan for; None: all
-    layer_types=None, # a module class or a tuple of them; None: all
+    layer_types=None, # a module class, or several in a list; None: all
     locked:Mapping|None=None, # layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
     min_pct=0,        # least for any other layer, percent
     max_pct=100,      # most for any other layer, percent

@@ -35,7 +35,7 @@ class SparsifyCallback(Callback):
         context="local",      # "local": a percentage of each layer; "global": one ranking over all layers
         criteria=large_final, # which weights matter; earlier weights are those at the start of the fit
         schedule:Schedule=agp, # how the sparsity grows
-        layer_type=None,      # a module class or a tuple of them; None: every compressible layer
+        layer_type=None,      # a module class, or several in a list; None: every compressible layer
     ):
         self.granularity, self.context = check_context(granularity, context)
         self.sparsity = check_sparsity(sparsity, granularity, context)

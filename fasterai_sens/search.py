@@ -23,7 +23,7 @@ from .baselines import Budget, baselines, budget
 from .criteria import bind, check_granularity, large_final, parse_nm
 from .evaluate import Score, check_functions, compare, forget_untouched
 from .inputs import batches, call, check_sample
-from .layers import check_model, filters_first, target_units
+from .layers import check_model, check_types, filters_first, target_units
 from .measure import check_baseline, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
@@ -426,6 +426,7 @@ def search_targets(
     verbose:bool=True, # show a progress bar
 )->SearchResult:
     "The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
+    if layer_types is not None: layer_types = check_types(layer_types)
     options = dict(layers=layers, layer_types=layer_types, locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)

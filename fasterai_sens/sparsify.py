@@ -176,7 +176,7 @@ class Sparsifier:
         granularity:str="weight", # block size, or an n:m pattern
         context:str="local",  # "local": a percentage of each layer; "global": one ranking over all layers
         criteria=large_final, # a `Criterion`; compares with the weights of now if it needs earlier ones
-        layer_type=None,      # a module class or a tuple of them; None: every compressible layer
+        layer_type=None,      # a module class, or several in a list; None: every compressible layer
         *, calibration_data=None, # for criteria that use data
         sample=None,          # one example input, to tell inputs from targets
     ):
