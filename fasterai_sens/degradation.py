@@ -394,7 +394,7 @@ def identify_critical_layers(
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
     if min_drop is not None and (isinstance(min_drop, bool) or not isinstance(min_drop, Real) or math.isnan(min_drop)): raise ValueError(f"min_drop is a number, in units of the metric; got {min_drop!r}")
     worst = {}
-    for r in result if isinstance(result, SweepResult) else [result]:
+    for r in result.by_strength if isinstance(result, SweepResult) else [result]:
         for row in r.ranked: worst[row.name] = max(damage(row, "metric"), worst.get(row.name, -math.inf))
     names = sorted((name for name, d in worst.items() if min_drop is None or d > min_drop), key=worst.get, reverse=True)
     return names[:None if n is None else check_count(n, "n", least=0)]

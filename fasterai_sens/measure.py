@@ -85,7 +85,7 @@ def measure(
     stop:Callable=lambda metric, base: False, # from `stop_rule`
     verbose=False,      # show a progress bar
 )->SweepResult:
-    "Evaluate every unit at every level, and the untouched model once. Raises ValueError for a baseline that is not finite"
+    "Evaluate every unit at every level, mildest first, and the untouched model once; the results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite"
     levels = sorted({p.level: p for p in perturbations}.values(), key=lambda p: p.strength)
     check_training(eval_fn, perturbations)
     with leave_no_trace(model, weights=()), ExitStack() as undo:
@@ -110,8 +110,8 @@ def measure(
     order = {u.name: i for i, u in enumerate(all_units(model)[0])}
     for rows, _ in found.values(): rows.sort(key=lambda r: order[r.name])
     about = dict(objective_name=None if base.objective is None else objective_name, baseline_objective=base.objective)
-    results = [SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings, **about) for p in levels]
-    return SweepResult(results, sorted({r.name for rows, _ in found.values() for r in rows}, key=order.get))
+    results = {p.level: SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings, strength=p.strength, **about) for p in levels}
+    return SweepResult([results[p.level] for p in perturbations], sorted({r.name for rows, _ in found.values() for r in rows}, key=order.get))
 
 # %% ../nbs/11_measure.ipynb #1c700850
 def check_training(

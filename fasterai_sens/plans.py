@@ -219,7 +219,7 @@ def measured_curves(
 )->dict:               # names that go together -> {level: (damage, from no damage and never falling; damage to the metric, as measured)}
     "Damage of each layer, or group, as far as it was finite"
     out, ended = {}, set()
-    for r in sweep:
+    for r in sweep.by_strength:
         for names, row in {tuple(row.group_members) or (row.name,): row for row in r.layers if row.prunable}.items():
             at, d, of_metric = out.setdefault(names, {}), damage(row, by), damage(row, "metric")
             if not math.isfinite(d + of_metric): ended.add(names)

@@ -60,12 +60,12 @@ def plot(self:SensitivityResult,
 # %% ../nbs/19_plot.ipynb #3d9af8be
 def _shown(sweep:SweepResult)->dict:
     "Layer name -> label, one for each group of coupled layers"
-    return {r.name: label(r) for result in sweep for r in result.ranked}
+    return {r.name: label(r) for result in sweep.by_strength for r in result.ranked}
 
 def _table(sweep:SweepResult, by:str)->np.ndarray:
     "Damage by layer and level: NaN where it was not measured, infinite where the metric broke"
     at = {(r.compression_level, row.name): damage(row, by) for r in sweep for row in r.layers if row.prunable}
-    return np.array([[at.get((level, n), math.nan) for level in sweep.levels] for n in _shown(sweep)], float)
+    return np.array([[at.get((level, n), math.nan) for level in sweep.ladder] for n in _shown(sweep)], float)
 
 def _ylabel(sweep:SweepResult, by:str)->str:
     "What is shown"
@@ -76,7 +76,7 @@ def _heat(sweep:SweepResult, ax, by:str):
     d = _table(sweep, by)
     top = d[np.isfinite(d)].max(initial=1e-9)
     image = ax.imshow(np.where(np.isinf(d), top, d), aspect="auto", cmap="RdYlGn_r", vmin=0, vmax=top, interpolation="none")
-    ax.set_xticks(range(len(sweep.levels)), [f"{x:g}" for x in sweep.levels])
+    ax.set_xticks(range(len(sweep.ladder)), [f"{x:g}" for x in sweep.ladder])
     names = list(_shown(sweep).values())
     ax.set_yticks(range(len(names)), names, fontsize=max(4, min(9, 300/max(len(names), 1))))
     ax.figure.colorbar(image, ax=ax, label=_ylabel(sweep, by))
@@ -88,7 +88,7 @@ def _lines(sweep:SweepResult, ax, by:str, named:int=6):
     for rank, i in enumerate(worst):
         at = np.flatnonzero(~np.isnan(d[i]))
         ax.plot(at, d[i][at], **(dict(marker="o", label=names[i], zorder=3) if rank < named else dict(color="0.75", linewidth=.8)))
-    ax.set_xticks(range(len(sweep.levels)), [f"{x:g}" for x in sweep.levels])
+    ax.set_xticks(range(len(sweep.ladder)), [f"{x:g}" for x in sweep.ladder])
     ax.set(ylabel=_ylabel(sweep, by))
     ax.grid(alpha=.3)
     ax.legend(fontsize=8)

@@ -143,6 +143,7 @@ class SensitivityResult:
     settings:dict=field(default_factory=dict) # what else was chosen: granularity, criteria, ranges, ...
     objective_name:str|None=None      # of the second quantity, such as "loss"; None if none was recorded
     baseline_objective:float|None=None # its value for the untouched model
+    strength:float|None=None          # orders the levels of a sweep from mild to harsh; None: the level, or fewer bits first
     def __post_init__(self): self.skipped = [tuple(s) for s in self.skipped]
     def __len__(self): return len(self.layers)
     def __repr__(self):
@@ -151,6 +152,11 @@ class SensitivityResult:
     def title(self)->str:
         "Method and level in words, such as 'sparsity 50 %'"
         return f"{self.compression_type} {level_text(self.compression_type, self.compression_level)}"
+    @property
+    def level_strength(self)->float:
+        "How harsh the level is, next to others of the same method"
+        if self.strength is not None: return self.strength
+        return -self.compression_level if in_bits(self.compression_type) else self.compression_level
 
 # %% ../nbs/01_results.ipynb #5ced68d3
 def in_bits(
@@ -326,7 +332,7 @@ def to_csv(self:SensitivityResult,
 # %% ../nbs/01_results.ipynb #bb103cfa
 @dataclass(repr=False)
 class SweepResult(Sequence):
-    "Sensitivity of every layer at several levels, mildest first"
+    "Sensitivity of every layer at several levels: as a sequence in the order in which the levels were given, in everything made of it mildest first"
     results:list # a `SensitivityResult` for each level; layers may differ from level to level
     order:list=field(default_factory=list, compare=False) # layer names in model order; needed only where levels differ between layers
     def __len__(self): return len(self.results)
@@ -336,24 +342,32 @@ class SweepResult(Sequence):
         return f"SweepResult({r.compression_type}, levels {', '.join(f'{x:g}' for x in self.levels)}, {len(self.names)} layers)"
     @property
     def levels(self)->list:
-        "Levels from mild to harsh"
+        "Levels in the order in which they were given"
         return [r.compression_level for r in self.results]
+    @property
+    def by_strength(self)->list: # of `SensitivityResult`
+        "The results from mild to harsh"
+        return sorted(self.results, key=lambda r: r.level_strength)
+    @property
+    def ladder(self)->list:
+        "The levels from mild to harsh, each once"
+        return list(dict.fromkeys(r.compression_level for r in self.by_strength))
     @property
     def names(self)->list:
         "Layer names in model order"
-        found, place = dict.fromkeys(row.name for r in self.results for row in r.layers), {n: i for i, n in enumerate(self.order)}
+        found, place = dict.fromkeys(row.name for r in self.by_strength for row in r.layers), {n: i for i, n in enumerate(self.order)}
         return sorted(found, key=lambda n: place.get(n, len(place)))
     def rows(self, name:str)->dict:
-        "level -> `LayerSensitivity` of one layer, where it was measured. Raises KeyError for an unknown name"
+        "level -> `LayerSensitivity` of one layer, where it was measured, mildest first. Raises KeyError for an unknown name"
         if name not in self.names: raise unknown_name(name, self.names)
-        return {r.compression_level: row for r in self.results for row in r.layers if row.name == name and row.prunable}
+        return {r.compression_level: row for r in self.by_strength for row in r.layers if row.name == name and row.prunable}
 
 # %% ../nbs/01_results.ipynb #f200d352
 @patch
 def curve(self:SweepResult,
     name:str, # layer name
 ):
-    "A `pandas.DataFrame` of one layer: level -> metric, delta, stderr, and objective, objective_delta if recorded. Raises KeyError for an unknown name"
+    "A `pandas.DataFrame` of one layer: level, mildest first -> metric, delta, stderr, and objective, objective_delta if recorded. Raises KeyError for an unknown name"
     import pandas as pd
     rows = self.rows(name)
     columns = ["compressed_metric", "delta", "stderr"] + ["objective", "objective_delta"]*any(r.objective is not None for r in rows.values())
@@ -362,19 +376,19 @@ def curve(self:SweepResult,
 
 @patch
 def to_dataframe(self:SweepResult):
-    "A long `pandas.DataFrame`: one row for each layer and level"
+    "A long `pandas.DataFrame`: one row for each layer and level, mildest level first"
     import pandas as pd
-    return pd.concat([r.to_dataframe().assign(level=r.compression_level) for r in self.results], ignore_index=True)
+    return pd.concat([r.to_dataframe().assign(level=r.compression_level) for r in self.by_strength], ignore_index=True).drop_duplicates(["name", "level"], ignore_index=True)
 
 # %% ../nbs/01_results.ipynb #15e7a9f8
 @patch
 def to_csv(self:SweepResult,
     path, # file to write
 ):
-    "Write the metrics as CSV: one row a layer, one column a level, empty where it was not measured"
+    "Write the metrics as CSV: one row for each layer, one column for each level, mildest first, empty where it was not measured"
     import pandas as pd
     rows = {n: self.rows(n) for n in self.names}   # as text, so that a metric that is NaN is not an empty cell
-    text = {f"{level:.12g}": [repr(float(r[level].compressed_metric)) if level in r else "" for r in rows.values()] for level in self.levels}
+    text = {f"{level:.12g}": [repr(float(r[level].compressed_metric)) if level in r else "" for r in rows.values()] for level in self.ladder}
     pd.DataFrame(text, index=pd.Index(rows, name="layer")).to_csv(path)
 
 @patch

@@ -139,7 +139,7 @@ def to_layer_targets(self:SweepResult,
     if in_bits(self[0].compression_type): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     by = plan_basis([row for r in self for row in r.layers], by)
-    ks = {k.names: k.weights for r in self for k in knobs(r.layers, model, by)}
+    ks = {k.names: k.weights for r in self.by_strength for k in knobs(r.layers, model, by)}
     if not ks: raise ValueError("no layer of this sweep can be compressed")
     damages, knob_of = {names: {} for names in ks}, {n: names for names in ks for n in names}
     for level, row in ((r.compression_level, row) for r in self for row in r.layers if row.prunable):
