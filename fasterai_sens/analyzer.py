@@ -84,10 +84,11 @@ def _run(self:SensitivityAnalyzer, compression, levels, *, layers, layer_types, 
                    higher_is_better=self.higher_is_better, objective_name=self.objective_name, wanted=wanted, stop=stop, verbose=verbose)
 
 def _each(model:nn.Module, units:list, asked:dict)->tuple:
-    "All perturbations in `asked`, and the levels of each unit: those asked for any of its layers"
+    "All perturbations in `asked`, each once and mildest first, and the levels of each unit: those asked for any of its layers"
     known, at = by_name(all_units(model)[0]), {}
     for n, ps in asked.items(): at.setdefault(known[n].name, set()).update(p.level for p in ps)
-    return [p for ps in asked.values() for p in ps], {u.name: set().union(*(at.get(layer.name, ()) for layer in u.layers)) for u in units}
+    once = {p.level: p for ps in asked.values() for p in ps}
+    return sorted(once.values(), key=lambda p: p.strength), {u.name: set().union(*(at.get(layer.name, ()) for layer in u.layers)) for u in units}
 
 # %% ../nbs/12_analyzer.ipynb #552dd360
 @patch
@@ -119,7 +120,7 @@ def sweep(self:SensitivityAnalyzer,
     granularity="weight", layers=None, layer_types=None, quant_per_channel=True, quant_activations=False, # as in `analyze`
     quant_group_size=None, quant_ranges="minmax", quant_symmetric=True, verbose=True, # as in `analyze`
 )->SweepResult:
-    "`analyze` at several levels, mildest first, with one evaluation of the baseline. Raises as `analyze` does"
+    "`analyze` at several levels, with one evaluation of the baseline; measured mildest first, returned in the order of `levels` (of a dict mildest first). Raises as `analyze` does"
     if isinstance(levels, Mapping):
         if layers is not None: raise ValueError("levels names the layers already; leave layers out")
         layers, levels = list(levels), {n: _level_list(v, f"levels of {n!r}") for n, v in levels.items()}
