@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .inputs import batches, call
 from .layers import Unit, convs, filters_first, find_units, is_hf_conv1d, transposed_convs
 from .results import unknown_name
-from .state import leave_no_trace
+from .state import casts_not_kept, leave_no_trace
 
 # %% ../nbs/03_criteria.ipynb #94b0eae7
 INITIAL, PREVIOUS, NORMS, GRADIENTS = "initial weights", "previous weights", "input norms", "gradients"
@@ -207,7 +207,7 @@ def collect_gradients(
 )->dict:             # parameter name -> mean squared gradient, shaped like the parameter
     "Squared gradient of every unit's weight, averaged over the batches"
     total, n = {u.path: torch.zeros_like(u.weight, dtype=torch.float32) for u in units}, 0
-    with leave_no_trace(model, weights=()), torch.enable_grad():
+    with leave_no_trace(model, weights=()), casts_not_kept(), torch.enable_grad():
         model.eval().requires_grad_(False)
         held = {id(w): (u, m, w.requires_grad_()) for u in units for m in u.modules for w in [getattr(m, u.attr)]}
         for inputs, target in batches(data, sample, units[0].weight.device):

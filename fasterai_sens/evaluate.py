@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .criteria import GRADIENTS, Criterion, as_criterion
 from .inputs import FirstBatches, batches, call, mapped, to_device
-from .state import leave_no_trace
+from .state import casts_not_kept, leave_no_trace
 
 # %% ../nbs/09_evaluate.ipynb #6577e901
 @dataclass(frozen=True, eq=False)
@@ -370,7 +370,7 @@ class FineTuned:
             zeros = {p: p.detach() == 0 for p in copied.parameters() if p.dim() > 1 and p.is_floating_point()}   # biases may be zero, and learn
             for p, zero in zeros.items():
                 if zero.any(): _hold(p, zero)
-            self.train(copied)
+            with casts_not_kept(): self.train(copied)
         with torch.no_grad():
             for p, zero in zeros.items(): p.masked_fill_(zero.to(p.device), 0)
         return self.eval_fn(copied.eval())

@@ -25,7 +25,7 @@ from .inputs import batches, call, mapped
 from .layers import filters_first, find_units, target_units
 from .observers import MinMax, find_observer
 from .results import BitPlan, check_bits
-from .state import Perturbation, leave_no_trace, method
+from .state import Perturbation, forget_casts, leave_no_trace, method
 
 # %% ../nbs/05_quantize.ipynb #b10614c5
 sides = {False: (), True: ("output",), "output": ("output",), "input": ("input",), "both": ("input", "output")}
@@ -138,6 +138,7 @@ def change(self:Quantized, model, unit)->list: # of the hooks on activations
     "Round the weights of `unit`, and its activations where ranges are known"
     rounded = fake_quantize_weight(unit.filters, self.bits, self.per_channel, self.group_size, self.symmetric)
     unit.weight.data.copy_(filters_first(unit.module, rounded))
+    forget_casts()
     grids = {side: asymmetric_grid(*(torch.tensor([v], device=unit.weight.device) for v in found[unit.name]), self.bits) for side, found in self.ranges.items()}
     return [hook_side(m, side, partial(fake_quantize, grid=grid)) for side, grid in grids.items() for m in unit.modules]
 
@@ -183,6 +184,7 @@ class AppliedPlan:
         "Take the quantization back; once more does nothing"
         for h in self.hooks: h.remove()
         for p, original in self.kept: p.data.copy_(original)
+        forget_casts()
         for m in [m for m, holder in _in_force.items() if holder() is self]: del _in_force[m]
         self.kept, self.hooks = [], []
     def __enter__(self): return self

@@ -35,7 +35,7 @@ from .results import LayerTargets, SensitivityResult, SweepResult, check_count, 
 from .search import Recalibrated, reestimate_norms
 from .sizes import check_measured
 from .sparsify import Sparsifier, sparsity_report
-from .state import keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
+from .state import forget_casts, keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
 
 # %% ../nbs/20_recovery.ipynb #e9290e28
 def scaled_plan(
@@ -159,6 +159,7 @@ class HoldStage(Callback):
         on_epoch:Callable, # called after each epoch
     ):
         self.hold, self.on_epoch = hold, on_epoch
+    def before_batch(self): forget_casts()   # of the weights before the last step
     def after_step(self): self.hold()
     def after_epoch(self): self.on_epoch()
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['methods', 'tensor_mark', 'containers', 'rng_state', 'set_rng_state', 'fingerprint', 'changes', 'keep_modules',
-           'keep_values', 'keep_grads', 'leave_no_trace', 'Perturbation', 'method']
+           'forget_casts', 'casts_not_kept', 'keep_values', 'keep_grads', 'leave_no_trace', 'Perturbation', 'method']
 
 # %% ../nbs/00_state.ipynb #b531a5f7
 import hashlib
@@ -107,6 +107,22 @@ def keep_modules(
             if m.training != training: m.training = training
     return restore
 
+# %% ../nbs/00_state.ipynb #e6098d72
+def forget_casts():
+    "Let go of the copies of weights that `torch.autocast` keeps; to be called whenever weights have changed. Outside `autocast` there are none"
+    torch.clear_autocast_cache()
+
+@contextmanager
+def casts_not_kept():
+    "In the block, `torch.autocast` copies a weight anew each time that it is used, so that training sees the weights of now"
+    kept = torch.is_autocast_cache_enabled()
+    forget_casts()
+    torch.set_autocast_cache_enabled(False)
+    try: yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+        forget_casts()
+
 # %% ../nbs/00_state.ipynb #78988543
 def keep_values(
     tensors:list, # parameters and buffers whose numbers are copied
@@ -118,6 +134,7 @@ def keep_values(
         for t, data, value in kept:
             t.data = data
             _own(data).copy_(value)
+        forget_casts()
     return restore
 
 def _own(t:Tensor)->Tensor:
@@ -162,6 +179,7 @@ def leave_no_trace(
         undo.callback(keep_grads(model))
         undo.callback(keep_values(copied))
         undo.callback(keep_modules(model))
+        forget_casts()   # whoever changed weights before may not have done so
         yield model
 
 # %% ../nbs/00_state.ipynb #658632e8
@@ -202,6 +220,7 @@ class Perturbation:
         "Compress `unit` inside the block, and leave no trace after it"
         with leave_no_trace(model, unit.tensors):
             self.change(model, unit)
+            forget_casts()
             yield model
 
 # %% ../nbs/00_state.ipynb #2e17b630

@@ -1,0 +1,492 @@
+"""What keeps a weight of before: `torch.autocast`, whose copies last until its outermost block ends, and models that hold weights of their own."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from torch import nn
+from toys import Net
+
+from fasterai_sens import (
+    FineTuned,
+    PruneCallback,
+    Pruner,
+    QuantizeCallback,
+    SensitivityAnalyzer,
+    Sparse,
+    Sparsifier,
+    SparsifyCallback,
+    analyze_degradation,
+    changes,
+    compress_to_size,
+    compress_with_layer_sensitivity,
+    evaluation,
+    fingerprint,
+    gradual_degradation_recovery,
+    kl_from,
+    large_final,
+    leave_no_trace,
+    quantize_model,
+    reestimate_norms,
+    search_plan,
+    search_targets,
+    taylor,
+    validate_compression_target,
+    wanda,
+)  # fmt: skip
+from fasterai_sens.criteria import bind
+from fasterai_sens.layers import all_units
+from fasterai_sens.measure import measure
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not require any gradients.*")
+
+
+def network(times=2):
+    """Two convolutions, batch norm, a layer that is called several times, and a head; every weight asks for gradients"""
+    torch.manual_seed(0)
+
+    def forward(m, x):
+        x = m.b(m.norm(m.a(x)).relu()).relu().flatten(1)
+        for _ in range(times):
+            x = m.twice(x).relu()
+        return m.head(x)
+
+    net = Net(
+        forward,
+        a=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), b=nn.Conv2d(8, 4, 3, stride=2), twice=nn.Linear(16, 16), head=nn.Linear(16, 5),
+    )  # fmt: skip
+    net.norm.running_mean.uniform_(-0.2, 0.2)
+    net.norm.running_var.uniform_(0.5, 1.5)
+    return net.eval()
+
+
+X = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(24) % 5
+DATA = [(X[:12], Y[:12]), (X[12:], Y[12:])]
+
+
+def low(**options):
+    """Autocast as it can be run on a CPU"""
+    return torch.autocast("cpu", dtype=torch.bfloat16, **options)
+
+
+def losses(model):
+    """Cross-entropy of each sample, in whatever mode of gradients the caller has"""
+    return F.cross_entropy(model(X).float(), Y, reduction="none").detach()
+
+
+def without_gradients(model):
+    """The same under `no_grad`"""
+    with torch.no_grad():
+        return losses(model)
+
+
+def in_a_block_of_its_own(model):
+    """The same in an inner autocast that insists on its cache"""
+    with low(cache_enabled=True):
+        return losses(model)
+
+
+def pair(model):
+    """Accuracy and loss"""
+    out = model(X).float().detach()
+    return (out.argmax(1) == Y).float(), F.cross_entropy(out, Y, reduction="none")
+
+
+EVALS = dict(grad=losses, no_grad=without_gradients, nested=in_a_block_of_its_own)
+
+
+def fill(model):
+    """Copies of all weights in the cache, with gradients and without"""
+    model(X)
+    with torch.no_grad():
+        model(X)
+
+
+def in_both(do, make=network):
+    """What `do(model)` returns inside an outer autocast with a full cache, and inside one without a cache; the outputs of the model after it"""
+    found = []
+    for kept in (True, False):
+        model = make()
+        torch.manual_seed(2)
+        with low(cache_enabled=kept):
+            fill(model)
+            found.append((do(model), model(X).detach().float()))
+    return found
+
+
+def assert_same(a, b):
+    """Equal to the bit, through tensors, tuples, lists and dicts"""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for k in a:
+            assert_same(a[k], b[k])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b or (a != a and b != b)
+
+
+def rows(results):
+    """All figures of a sweep or of one result"""
+    results = results if isinstance(results, list | tuple) else [results]
+    return [(r.compression_level, x.name, x.compressed_metric, x.delta, x.stderr, x.objective_delta) for r in results for x in r.layers]
+
+
+def analyzer(model, eval_fn=losses, **options):
+    """Losses, so that every bit counts"""
+    return SensitivityAnalyzer(model, X[:2], eval_fn, higher_is_better=False, **options)
+
+
+def check_analysis(do):
+    """The figures agree, most of them are damages, and the model is the one of before afterwards"""
+    (with_cache, after), (without, before) = in_both(do)
+    assert_same(with_cache, without)
+    assert_same(after, before)
+    with low():
+        assert_same(after, network()(X).detach().float())
+    deltas = [delta for _, _, _, delta, _, _ in with_cache]
+    assert sum(d != 0 and d == d for d in deltas) > len(deltas) / 2
+
+
+# ---- analyses
+
+
+@pytest.mark.parametrize("eval_fn", EVALS)
+@pytest.mark.parametrize("granularity", ["weight", "row", "kernel", "filter", "channel", "layer", "2:4"])
+def test_sparsity(granularity, eval_fn):
+    """Every granularity, with and without gradients, and in an inner block"""
+    level = {"layer": 100, "2:4": None}.get(granularity, 75)
+    check_analysis(lambda m: rows(analyzer(m, EVALS[eval_fn]).analyze(level=level, granularity=granularity, verbose=False)))
+
+
+@pytest.mark.parametrize("eval_fn", EVALS)
+@pytest.mark.parametrize("options", [{}, dict(quant_per_channel=False), dict(quant_group_size=4), dict(quant_symmetric=False), dict(quant_activations="both")], ids=str)
+def test_quantization(options, eval_fn):
+    """Weights on every grid, and activations"""
+    check_analysis(lambda m: rows(analyzer(m, EVALS[eval_fn], calibration_data=X).analyze("quantization", 3, verbose=False, **options)))
+
+
+@pytest.mark.parametrize("eval_fn", EVALS)
+def test_pruning(eval_fn):
+    """The same groups as outside, and the same damage"""
+    check_analysis(lambda m: rows(analyzer(m, EVALS[eval_fn]).analyze("pruning", verbose=False)))
+    with low():
+        inside = analyzer(network()).analyze("pruning", verbose=False)
+    outside = analyzer(network()).analyze("pruning", verbose=False)
+    assert [(x.name, x.prunable, x.group_members) for x in inside.layers] == [(x.name, x.prunable, x.group_members) for x in outside.layers]
+    assert sum(x.prunable for x in inside.layers) == 3
+
+
+@pytest.mark.parametrize("compression", ["sparsity", "quantization", "pruning"])
+def test_sweep(compression):
+    """One level after the other on the same layer, with an objective"""
+    check_analysis(lambda m: rows(list(SensitivityAnalyzer(m, X[:2], pair).sweep(compression, [4, 3, 2] if compression == "quantization" else [75, 90], verbose=False))) + [(0, "", 0, 1, 0, 0)] * 40)
+
+
+@pytest.mark.parametrize("criterion", [taylor, wanda, large_final])
+@pytest.mark.parametrize("compression", ["sparsity", "pruning"])
+def test_criteria(compression, criterion):
+    """What calibration data says: gradients and norms"""
+    check_analysis(lambda m: rows(analyzer(m, criteria=criterion, calibration_data=DATA).analyze(compression, 75, verbose=False)))
+
+
+@pytest.mark.parametrize("criterion", [taylor, wanda])
+def test_references(criterion):
+    """Squared gradients and norms themselves, to the bit, also while a layer is compressed; no gradient is missing"""
+
+    def refs(m):
+        units = all_units(m)[0]
+        found = [bind(criterion, m, units, DATA, X[:2]).refs]
+        with Sparse(90)(m, units[0]):
+            found.append(bind(criterion, m, units, DATA, X[:2]).refs)
+        return [{k: v.float() for k, v in r.items()} for r in found]
+
+    ((dense, sparse), _), (expected, _) = in_both(refs)
+    assert_same([dense, sparse], expected)
+    assert all(v.any() for v in dense.values())
+    assert not all(torch.equal(dense[k], sparse[k]) for k in dense)
+
+
+def test_perturbation_from_elsewhere():
+    """A perturbation that knows nothing of casts: it only has the interface"""
+
+    class Halved:
+        """Halves a weight, by hand"""
+
+        level, strength, settings, outlasts_training, method_name = 50, 50, {}, True, "halved"
+
+        def refusal(self, unit):
+            """Never"""
+
+        @contextmanager
+        def __call__(self, model, unit):
+            """Halves it, and puts it back"""
+            unit.weight.data.div_(2)
+            yield model
+            unit.weight.data.mul_(2)
+
+    check_analysis(lambda m: rows(list(measure(m, all_units(m)[0], [Halved()], losses, higher_is_better=False))))
+
+
+def test_eval_fn_from_data():
+    """The library's own evaluations"""
+
+    def do(m):
+        away = kl_from(m, [X])
+        accuracy = evaluation(DATA, lambda p, t: (p.argmax(1) == t).float(), "kl")
+        kl = SensitivityAnalyzer(m, X[:2], away, higher_is_better=False).analyze(level=75, verbose=False)
+        both = SensitivityAnalyzer(m, X[:2], accuracy).analyze(level=75, verbose=False)
+        assert all(x.objective_delta for x in both.layers)
+        return rows(kl) + rows(both)[:1]
+
+    check_analysis(do)
+
+
+def test_weights_changed_by_the_caller():
+    """Inside the block the caller changes weights before the analysis: it measures the model as it is now"""
+
+    def do(m):
+        m.head.weight.data.mul_(3)
+        found = rows(analyzer(m).analyze(level=75, verbose=False))
+        m.head.weight.data.copy_(network().head.weight.data)
+        torch.clear_autocast_cache()
+        return found
+
+    check_analysis(do)
+
+
+def test_leave_no_trace_inside_autocast():
+    """Whatever a block does, the model after it says what it said before, and the fingerprint agrees"""
+    model = network()
+    with low():
+        fill(model)
+        before, mark = model(X).detach(), fingerprint(model)
+        with leave_no_trace(model):
+            for p in model.parameters():
+                p.data.mul_(2)
+            torch.clear_autocast_cache()
+            assert not torch.equal(model(X), before)
+        assert torch.equal(model(X), before)
+        assert not changes(mark, fingerprint(model))
+        with pytest.raises(KeyboardInterrupt), Sparse(90)(model, all_units(model)[0][0]):
+            assert not torch.equal(model(X), before)
+            raise KeyboardInterrupt
+        assert torch.equal(model(X), before)
+        assert torch.is_autocast_cache_enabled()
+
+
+# ---- for good
+
+
+def outputs(model):
+    """Of the model as it is now, with gradients and without"""
+    with torch.no_grad():
+        silent = model(X).float()
+    return [model(X).detach().float(), silent]
+
+
+def sparsified(m):
+    """One level after another, one layer by itself, masks put back after a step"""
+    s, found = Sparsifier(m), []
+    for pct in (50, 90):
+        s.sparsify_model(pct)
+        found += outputs(m)
+    s.sparsify_layer("head", 95)
+    found += outputs(m)
+    for p in m.parameters():
+        p.data.add_(0.1)
+    s.apply_masks()
+    return found + outputs(m)
+
+
+def quantized(m):
+    """In force, taken back, in force once more"""
+    found = []
+    with quantize_model(m, 2):
+        found += outputs(m)
+    found += outputs(m)
+    applied = quantize_model(m, 3, quant_activations="both", sample=X)
+    found += outputs(m)
+    applied.remove()
+    return found + outputs(m)
+
+
+def pruned(m):
+    """In two steps"""
+    p = Pruner(m, 50, example_inputs=X[:2], steps=2)
+    p.prune_model()
+    found = outputs(m)
+    p.prune_model()
+    return found + outputs(m)
+
+
+def smaller(m):
+    """Copies of all kinds, used in the same block"""
+    found = []
+    for compression, size in (("sparsity", 50), ("pruning", 60), ("quantization", 20)):
+        found += outputs(compress_to_size(m, X[:2], size, compression, recalibrate=[X] if compression == "pruning" else None).model)
+    r = analyzer(m).analyze(level=75, verbose=False)
+    return found + outputs(compress_with_layer_sensitivity(m, X[:2], r, 60).model)
+
+
+def recalibrated(m):
+    """Statistics of batch norm behind a layer that has become sparse"""
+    Sparsifier(m).sparsify_layer("a", 75)
+    reestimate_norms(m, [X])
+    return [m.norm.running_mean.clone(), m.norm.running_var.clone(), *outputs(m)]
+
+
+def planned(m):
+    """A plan of sparsity and bits, carried out"""
+    from fasterai_sens import allocate
+
+    a = SensitivityAnalyzer(m, X[:2], pair)
+    sweeps = [a.sweep("sparsity", [50, 90], verbose=False), a.sweep("quantization", [8, 3], verbose=False)]
+    plan = allocate(sweeps, "20%", "bytes", model=m, sample=X[:2])
+    plan.apply(m, X[:2])
+    return [dict(plan.sparsity), dict(plan.quantization), *outputs(m)]
+
+
+@pytest.mark.parametrize("do", [sparsified, quantized, pruned, smaller, recalibrated, planned], ids=lambda f: f.__name__)
+def test_changes_that_stay(do):
+    """The model says at each step what it says without a cache"""
+    (found, after), (expected, _) = in_both(do)
+    assert_same(found, expected)
+    tensors = [t for t in found if isinstance(t, torch.Tensor) and t.shape == after.shape]
+    assert any(not torch.equal(t, after) for t in tensors) or not torch.equal(after, network()(X).detach())
+
+
+# ---- searches, curves, verdicts
+
+
+def searched(m):
+    """Targets"""
+    r = search_targets(m, X[:2], losses, 60, higher_is_better=False, evaluations=45, recalibrate=[X], verbose=False)
+    return [dict(r.plan), r.baseline_metric, r.predicted_metric, r.measured_metric, [(x["plan"], x["metric"]) for x in r.ranking]]
+
+
+def searched_plan(m):
+    """A plan of several methods"""
+    a = analyzer(m)
+    sweeps = [a.sweep("sparsity", [50, 90], verbose=False), a.sweep("pruning", [25, 50], verbose=False), a.sweep("quantization", [8, 3], verbose=False)]
+    r = search_plan(m, X[:2], losses, sweeps, "20%", "bytes", evaluations=30, verbose=False)
+    return [r.baseline_metric, r.predicted_metric, r.measured_metric, [(x["plan"], x["metric"]) for x in r.ranking]]
+
+
+def curves(m):
+    """Metric over size, by all methods"""
+    found = []
+    for compression, sizes in (("sparsity", (100, 60, 30)), ("pruning", (100, 80, 60)), ("quantization", (100, 60, 35))):
+        r = analyze_degradation(m, X[:2], losses, sizes, compression, higher_is_better=False, metric_name="loss", runs=0, recalibrate=[X], verbose=False)
+        found.append([(p.size, p.metric, p.drop, p.stderr) for p in r.points])
+        assert len({p.metric for p in r.points}) == 3
+    return found
+
+
+def verdict(m):
+    """A compressed copy against the original"""
+    small = compress_to_size(m, X[:2], 40, "sparsity").model
+    v = validate_compression_target(m, small, losses, 0.5, higher_is_better=False, metric_name="loss")
+    return [v.verdict, v.metric, v.baseline_metric, v.drop]
+
+
+def tuned(m):
+    """A copy that is trained before it is scored"""
+
+    def train(copied):
+        opt = torch.optim.SGD(copied.parameters(), lr=0.1)
+        for x, y in DATA * 3:
+            opt.zero_grad()
+            F.cross_entropy(copied(x).float(), y).backward()
+            opt.step()
+
+    fn = FineTuned(train, losses)
+    return [fn(m).mean().item(), rows(analyzer(m, fn).analyze(level=75, verbose=False))]
+
+
+@pytest.mark.parametrize("do", [searched, searched_plan, curves, verdict, tuned], ids=lambda f: f.__name__)
+def test_many_evaluations(do):
+    """The same plans, curves and figures; the model is as it was"""
+    (found, after), (expected, before) = in_both(do)
+    assert_same(found, expected)
+    assert_same(after, before)
+    with low():
+        assert_same(after, network()(X).detach().float())
+
+
+# ---- training
+
+
+def learner(model, cbs=()):
+    """fastai's loop on the toy data"""
+    dls = DataLoaders(DataLoader(list(zip(X, Y, strict=True)), bs=12), DataLoader(list(zip(X, Y, strict=True)), bs=12))
+    return Learner(dls, model, loss_func=F.cross_entropy, opt_func=SGD, lr=0.1, cbs=cbs, train_bn=False)
+
+
+CALLBACKS = dict(
+    sparse=lambda: SparsifyCallback(75),
+    sparse_filters=lambda: SparsifyCallback(50, "filter"),
+    taylor=lambda: SparsifyCallback(75, criteria=taylor),
+    pruned=lambda: PruneCallback(50, steps=2),
+    rounded=lambda: QuantizeCallback(3),
+)
+
+
+class InnerBlock(Callback):
+    """Autocast around each forward pass, as fastai's `MixedPrecision` has it on a GPU"""
+
+    order = 10
+
+    def before_fit(self):
+        """One object for the whole fit"""
+        self.autocast = low()
+
+    def before_batch(self):
+        """Before the forward pass"""
+        self.autocast.__enter__()
+
+    def after_loss(self):
+        """After the loss"""
+        self.autocast.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("inner", [(), (InnerBlock,)], ids=["", "inner block"])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_fit_inside_autocast(name, inner):
+    """A whole fit inside an outer block trains as it does without a cache"""
+
+    def do(m):
+        learn = learner(m, [CALLBACKS[name](), *(cb() for cb in inner)])
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(2)
+        return [p.detach().clone() for p in m.parameters()] + outputs(m)
+
+    (found, _), (expected, _) = in_both(do, lambda: network(1))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("compression", ["sparsity", "pruning"])
+def test_recovery_inside_autocast(compression):
+    """Stages with fine-tuning between them"""
+
+    def do(m):
+        learn = learner(m)
+        with learn.no_bar(), learn.no_logging():
+            r = gradual_degradation_recovery(learn, (30, 60), compression=compression, metric=lambda p, t: F.cross_entropy(p.float(), t), higher_is_better=False, verbose=False)
+        return [[(h["metric_compressed"], h["metric"]) for h in r.history], [p.detach().clone() for p in m.parameters()], outputs(m)]
+
+    (found, _), (expected, _) = in_both(do, lambda: network(1))
+    assert_same(found, expected)
