@@ -24,6 +24,7 @@ from .quantize import Quantized, check_plan, plan_options, plan_units
 from .results import LayerTargets, check_count
 from .schedules import Schedule, agp
 from .sparsify import Sparsifier, check_context, check_sparsity, print_report, sparsity_report
+from .state import forget_casts
 
 # %% ../nbs/18_callbacks.ipynb #ce63f06f
 class SparsifyCallback(Callback):
@@ -65,6 +66,7 @@ def before_train(self:SparsifyCallback):
 @patch
 def before_batch(self:SparsifyCallback):
     "Raise the sparsity to what the schedule asks for"
+    forget_casts()   # of the weights before the last step: the whole fit may be inside `torch.autocast`
     if not self.training or self.sparsifier is None: return
     progress = self.schedule.progress(self.pct_train + 1/(self.n_iter*self.n_epoch))
     if progress == self.progress_done: return
@@ -130,6 +132,7 @@ def before_train(self:PruneCallback):
 @patch
 def before_batch(self:PruneCallback):
     "Remove what the schedule asks for by now"
+    forget_casts()
     if not self.training or self.pruner is None: return
     share = self.schedule.progress(self.pct_train + 1/(self.n_iter*self.n_epoch))
     check_optimizer(self.opt)
@@ -200,6 +203,11 @@ def round_from(self:QuantizeCallback,
         w.copy_(now)
     self.floats[unit.name] = now
     self.rounding[unit].change(None, unit)
+
+@patch
+def before_batch(self:QuantizeCallback):
+    "Rounded weights of now, also where the whole fit is inside `torch.autocast`"
+    forget_casts()
 
 @patch
 def before_step(self:QuantizeCallback):

@@ -17,7 +17,7 @@ from torch import nn
 from .evaluate import FineTuned, Score, as_score, compare
 from .layers import all_units
 from .results import LayerSensitivity, SensitivityResult, SweepResult
-from .state import Perturbation, keep_values, leave_no_trace
+from .state import Perturbation, forget_casts, keep_values, leave_no_trace
 
 # %% ../nbs/11_measure.ipynb #0536f3b8
 @contextmanager
@@ -34,6 +34,7 @@ def evaluate(
     "Score of the model under a perturbation. Raises ValueError if `eval_fn` changes the weights"
     with perturbation(model, unit):
         model.eval()
+        forget_casts()   # of the weights as they were before the perturbation
         versions = [p._version for p in model.parameters()]
         score = as_score(eval_fn(model))
         if versions != [p._version for p in model.parameters()]: raise ValueError("eval_fn changed the weights of the model; it must only evaluate it")

@@ -32,7 +32,7 @@ from .prune import Pruner, channel_scores, n_gone, n_granules
 from .quantize import Quantized, packed_bytes, plan_options, quantize_model
 from .results import BitPlan, LayerTargets, Plan, SweepResult, check_bits, check_pct, damage, in_turn, plan_basis, read_json, revive, unknown_name, write_json
 from .sparsify import Sparsifier, n_dropped, sparsity_mask
-from .state import leave_no_trace
+from .state import forget_casts, leave_no_trace
 from .targets import check_bit_sweep, choose, knobs
 
 # %% ../nbs/15_plans.ipynb #4ab9da4f
@@ -92,6 +92,7 @@ def __call__(self:Compressor,
         bits = target_units(self.model, plan.quantization)
         rounded = self.rounded or (self.configure(units=list(bits)) if bits else None)   # ranges of activations are those of what is left
         for u, b in bits.items(): rounded(b).change(self.model, u)
+        forget_casts()
         yield self.model
 
 # %% ../nbs/15_plans.ipynb #009b0c17

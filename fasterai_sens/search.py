@@ -27,7 +27,7 @@ from .layers import check_model, check_types, filters_first, target_units
 from .measure import check_baseline, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
 from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
-from .state import keep_values, leave_no_trace
+from .state import forget_casts, keep_values, leave_no_trace
 from .targets import inverse_sensitivity, least_total
 
 # %% ../nbs/15_search.ipynb #d719cb24
@@ -98,6 +98,7 @@ class Masker:
         "Make the units as sparse as that"
         for i, pct in enumerate(pcts):
             if pct != self.now[i]: self._set(i, float(pct))
+        forget_casts()
     def _set(self, i:int, pct:float):
         u, rank = self.units[i], self.ranks[i]
         keep = filters_first(u.module, (rank >= n_dropped(rank.numel(), pct)).expand(u.filters.shape))

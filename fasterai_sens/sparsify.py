@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final, parse_nm
 from .layers import Unit, filters_first, find_units, target_units
 from .results import LayerTargets, check_pct, format_table
-from .state import Perturbation, method
+from .state import Perturbation, forget_casts, method
 
 # %% ../nbs/04_sparsify.ipynb #396ab18d
 def n_dropped(
@@ -236,6 +236,7 @@ def apply_masks(self:Sparsifier):
         if u.name not in self.masks: continue
         mask = self.masks[u.name] = self.masks[u.name].to(u.weight.device)
         u.weight.data.masked_fill_(~mask, 0)
+    forget_casts()
 
 @patch
 def remove(self:Sparsifier):
