@@ -1,9 +1,18 @@
-"""What users hand in, in all its forms: kinds of layers, layers that are quantized already."""
+"""What users hand in, in all its forms: kinds of layers, layers that are quantized already, metrics."""
+import functools
 import warnings
 
+import fastai.callback.progress  # noqa: F401  gives Learner its `no_bar`
+import fastai.losses
+import fastai.metrics
 import pytest
+import sklearn.metrics as skm
 import torch
+import torch.nn.functional as F
+from fastai.data.core import DataLoaders
+from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Learner
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from fasterai_sens import (
     SensitivityAnalyzer,
@@ -11,9 +20,11 @@ from fasterai_sens import (
     SparsifyCallback,
     changes,
     fingerprint,
+    gradual_degradation_recovery,
     search_targets,
     uniform,
 )
+from fasterai_sens.evaluate import falls, learner_metric
 from fasterai_sens.layers import all_units, find_units
 
 
@@ -126,3 +137,225 @@ def test_torchao_layers_are_skipped():
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     assert [u.name for u in all_units(model)[0]] == ["conv"]
     assert {"fc1", "fc2"} == {n for n, why in all_units(model)[1] if "quantized" in why}
+
+
+# Whether less of a metric is better
+
+lower_fastai = {
+    "rmse": fastai.metrics.rmse,
+    "exp_rmspe": fastai.metrics.exp_rmspe,
+    "perplexity": fastai.metrics.perplexity,
+    "error_rate": fastai.metrics.error_rate,
+    "BrierScore": fastai.metrics.BrierScore(),
+    "HammingLoss": fastai.metrics.HammingLoss(),
+    "BrierScoreMulti": fastai.metrics.BrierScoreMulti(),
+    "HammingLossMulti": fastai.metrics.HammingLossMulti(),
+    "mse": fastai.metrics.mse,
+    "mae": fastai.metrics.mae,
+    "msle": fastai.metrics.msle,
+    "Perplexity": fastai.metrics.Perplexity(),
+    "LossMetric": fastai.metrics.LossMetric("part"),
+    "LossMetrics": fastai.metrics.LossMetrics("part")[0],
+    "BaseLoss": fastai.losses.BaseLoss(nn.MSELoss),
+    "CrossEntropyLossFlat": fastai.losses.CrossEntropyLossFlat(),
+    "FocalLoss": fastai.losses.FocalLoss(),
+    "FocalLossFlat": fastai.losses.FocalLossFlat(),
+    "BCEWithLogitsLossFlat": fastai.losses.BCEWithLogitsLossFlat(),
+    "BCELossFlat": fastai.losses.BCELossFlat(),
+    "MSELossFlat": fastai.losses.MSELossFlat(),
+    "L1LossFlat": fastai.losses.L1LossFlat(),
+    "LabelSmoothingCrossEntropy": fastai.losses.LabelSmoothingCrossEntropy(),
+    "LabelSmoothingCrossEntropyFlat": fastai.losses.LabelSmoothingCrossEntropyFlat(),
+    "DiceLoss": fastai.losses.DiceLoss(),
+}
+higher_fastai = {
+    "accuracy": fastai.metrics.accuracy,
+    "top_k_accuracy": fastai.metrics.top_k_accuracy,
+    "APScoreBinary": fastai.metrics.APScoreBinary(),
+    "BalancedAccuracy": fastai.metrics.BalancedAccuracy(),
+    "CohenKappa": fastai.metrics.CohenKappa(),
+    "F1Score": fastai.metrics.F1Score(),
+    "FBeta": fastai.metrics.FBeta(beta=2),
+    "Jaccard": fastai.metrics.Jaccard(),
+    "Precision": fastai.metrics.Precision(),
+    "Recall": fastai.metrics.Recall(),
+    "RocAuc": fastai.metrics.RocAuc(),
+    "RocAucBinary": fastai.metrics.RocAucBinary(),
+    "MatthewsCorrCoef": fastai.metrics.MatthewsCorrCoef(),
+    "accuracy_multi": fastai.metrics.accuracy_multi,
+    "APScoreMulti": fastai.metrics.APScoreMulti(),
+    "F1ScoreMulti": fastai.metrics.F1ScoreMulti(),
+    "FBetaMulti": fastai.metrics.FBetaMulti(beta=2),
+    "JaccardMulti": fastai.metrics.JaccardMulti(),
+    "MatthewsCorrCoefMulti": fastai.metrics.MatthewsCorrCoefMulti(),
+    "PrecisionMulti": fastai.metrics.PrecisionMulti(),
+    "RecallMulti": fastai.metrics.RecallMulti(),
+    "RocAucMulti": fastai.metrics.RocAucMulti(),
+    "ExplainedVariance": fastai.metrics.ExplainedVariance(),
+    "R2Score": fastai.metrics.R2Score(),
+    "PearsonCorrCoef": fastai.metrics.PearsonCorrCoef(),
+    "SpearmanCorrCoef": fastai.metrics.SpearmanCorrCoef(),
+    "foreground_acc": fastai.metrics.foreground_acc,
+    "Dice": fastai.metrics.Dice(),
+    "DiceMulti": fastai.metrics.DiceMulti(),
+    "JaccardCoeff": fastai.metrics.JaccardCoeff(),
+    "JaccardCoeffMulti": fastai.metrics.JaccardCoeffMulti(),
+    "CorpusBLEUMetric": fastai.metrics.CorpusBLEUMetric(),
+}
+wrappers = {"AccumMetric", "skm_to_fastai", "optim_metric"}   # what they wrap is what counts: see below
+
+
+class Quality:
+    """A metric whose name says nothing"""
+
+    def __call__(self, preds, targs):
+        return (preds - targs).square().mean()
+
+
+class WithWord(Quality):
+    """The same, that says it"""
+
+    higher_is_better = False
+
+
+def squared_error(preds, targs):
+    """A function of the user's"""
+    return (preds - targs).square().mean()
+
+
+@functools.wraps(squared_error)
+def decorated(*args):
+    """The same, decorated"""
+    return squared_error(*args)
+
+
+others = {   # name -> metric, whether lower is better; None: asks
+    "partial of a loss": (functools.partial(F.mse_loss, reduction="mean"), True),
+    "partial of accuracy": (functools.partial(fastai.metrics.accuracy, axis=1), False),
+    "partial of a partial": (functools.partial(functools.partial(squared_error)), True),
+    "AccumMetric of a loss": (fastai.metrics.AccumMetric(squared_error), True),
+    "AccumMetric with a name": (fastai.metrics.AccumMetric(squared_error, name="q"), True),
+    "AccumMetric of a lambda": (fastai.metrics.AccumMetric(lambda p, t: 0.), None),
+    "AvgMetric": (AvgMetric(fastai.metrics.mse), True),
+    "AvgMetric of a loss object": (AvgMetric(fastai.losses.CrossEntropyLossFlat()), True),
+    "AvgMetric of accuracy": (AvgMetric(fastai.metrics.accuracy), False),
+    "AvgLoss": (AvgLoss(), True),
+    "AvgSmoothLoss": (AvgSmoothLoss(), True),
+    "optim_metric up": (fastai.metrics.optim_metric(fastai.metrics.accuracy_multi, "thresh", (0, 1)), False),
+    "optim_metric down": (fastai.metrics.optim_metric(squared_error, "thresh", (0, 1), do_neg=False), True),
+    "decorated": (decorated, True),
+    "object": (Quality(), None),
+    "object that says so": (WithWord(), True),
+    "lambda": (lambda p, t: 0., None),
+    "unknown name": (Quality.__call__, None),
+    "skm hamming": (fastai.metrics.skm_to_fastai(skm.hamming_loss), True),
+    "skm max_error": (fastai.metrics.skm_to_fastai(skm.max_error, is_class=False), True),
+    "skm mean_poisson_deviance": (fastai.metrics.skm_to_fastai(skm.mean_poisson_deviance, is_class=False), True),
+    "skm median_absolute_error": (fastai.metrics.skm_to_fastai(skm.median_absolute_error, is_class=False), True),
+    "skm d2_absolute_error_score": (fastai.metrics.skm_to_fastai(skm.d2_absolute_error_score, is_class=False), False),
+    "skm top_k": (fastai.metrics.skm_to_fastai(skm.top_k_accuracy_score), False),
+    "skm average precision": (fastai.metrics.skm_to_fastai(skm.average_precision_score), False),
+    "skm zero one": (fastai.metrics.skm_to_fastai(skm.zero_one_loss), True),
+    "skm renamed to the contrary": (fastai.metrics.skm_to_fastai(skm.hamming_loss, name="accuracy"), None),
+    "cosine similarity": (F.cosine_similarity, False),
+    "kl_div": (F.kl_div, True),
+    "pairwise distance": (nn.PairwiseDistance(), True),
+}
+
+
+def test_the_table_has_all_of_fastai():
+    """Every public name of `fastai.losses` and `fastai.metrics` is in one of the tables."""
+    assert {*lower_fastai, *higher_fastai, *wrappers} == {*fastai.metrics.__all__, *fastai.losses.__all__}
+
+
+@pytest.mark.parametrize("metric", lower_fastai.values(), ids=lower_fastai)
+def test_falls_for_fastai(metric):
+    """Losses and errors of fastai: as a Learner names them, by themselves, and as its first metric."""
+    check_direction(metric, lower=True)
+
+
+@pytest.mark.parametrize("metric", higher_fastai.values(), ids=higher_fastai)
+def test_rises_for_fastai(metric):
+    """Metrics of fastai of which more is better."""
+    check_direction(metric, lower=False)
+
+
+torch_losses = [name for name in vars(nn) if name.endswith("Loss")] + [name for name in vars(F) if name.endswith("loss") or "cross_entropy" in name]
+
+
+@pytest.mark.parametrize("name", torch_losses)
+def test_falls_for_torch(name):
+    """Every loss of `torch.nn` and `torch.nn.functional`, given as it is made: a function, a class, or an object."""
+    loss = getattr(nn, name, None) or getattr(F, name)
+    assert falls(loss, name) and falls(loss, "metric") and falls(AvgMetric(loss), name)
+
+
+@pytest.mark.parametrize(("metric", "lower"), others.values(), ids=others)
+def test_falls_for_what_is_wrapped(metric, lower):
+    """Wrapped functions count as what they wrap; what does not tell is asked for."""
+    check_direction(metric, lower)
+
+
+def learner(metrics=(), loss=None):
+    """A Learner of two classes on random numbers"""
+    torch.manual_seed(0)
+    ds = TensorDataset(torch.randn(12, 3), torch.randint(0, 2, (12,)))
+    return Learner(DataLoaders.from_dsets(ds, ds, bs=6, device="cpu"), nn.Linear(3, 2), loss_func=loss or nn.CrossEntropyLoss(), metrics=list(metrics))
+
+
+any_learner = learner()
+
+
+def check_direction(metric, lower):
+    """What is taken for the direction, under the name that a Learner shows"""
+    name, _ = learner_metric(any_learner, metric)
+    if lower is None:
+        with pytest.raises(ValueError, match="higher_is_better=True or higher_is_better=False"): falls(metric, name)
+    else: assert falls(metric, name) is lower
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "the Learner's own"])
+def test_from_learner_takes_the_direction_or_asks(given):
+    """By the metric that is given, or by the Learner's first, which is looked into as well."""
+    def analyzer(metric, **more): return SensitivityAnalyzer.from_learner(*((learner(), metric) if given else (learner([metric]),)), **more)
+
+    assert not analyzer(fastai.metrics.msle).higher_is_better
+    assert not analyzer(AvgMetric(fastai.losses.CrossEntropyLossFlat())).higher_is_better
+    assert analyzer(fastai.metrics.F1Score()).higher_is_better
+    unknown = AvgMetric(lambda p, t: 0.)
+    with pytest.raises(ValueError, match="lambda.*higher_is_better=True or higher_is_better=False"): analyzer(unknown)
+    for told in (True, False): assert analyzer(unknown, higher_is_better=told).higher_is_better is told
+    assert not analyzer(unknown, metric_name="pixel error").higher_is_better
+
+
+def test_a_loss_metric_can_be_measured():
+    """A part of the loss that the loss function keeps, as `LossMetric` reads it."""
+    class Parts(nn.Module):
+        """Cross entropy, kept under a name"""
+        def forward(self, preds, targs):
+            self.part = F.cross_entropy(preds, targs)
+            return self.part
+
+    learn = learner(loss=Parts())
+    result = SensitivityAnalyzer.from_learner(learn, fastai.metrics.LossMetric("part"), objective=None).analyze(verbose=False)
+    x, y = learn.dls.valid_ds.tensors
+    assert result.baseline_metric == pytest.approx(float(F.cross_entropy(learn.model(x), y)), abs=1e-6) and not result.higher_is_better
+
+
+def test_a_stranger_with_a_direction_of_its_own():
+    """torchmetrics' classes say `higher_is_better`; that counts, whatever the name."""
+    class Accuracy(nn.Module):
+        """As torchmetrics has it, with the sign turned"""
+        higher_is_better = False
+
+    assert falls(Accuracy(), "accuracy")
+
+
+def test_recovery_asks_too():
+    """`gradual_degradation_recovery` with a lambda asks before it trains; with the answer it runs."""
+    learn = learner()
+    metric = lambda p, t: (p.argmax(1) == t).float().mean()  # noqa: E731
+    before = fingerprint(learn.model)
+    with pytest.raises(ValueError, match="higher_is_better="): gradual_degradation_recovery(learn, (20,), metric=metric, verbose=False)
+    assert not changes(before, fingerprint(learn.model))
+    assert gradual_degradation_recovery(learn, (20,), metric=metric, higher_is_better=True, verbose=False).higher_is_better

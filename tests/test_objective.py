@@ -392,7 +392,7 @@ def test_learner_analysis(net, data, metric, objective):
     learn = learner(net, data)
     passes, before = [], fingerprint(net)
     hook = net.register_forward_hook(lambda *_: passes.append(1))
-    analyzer = SensitivityAnalyzer.from_learner(learn, metric, objective=objective)
+    analyzer = SensitivityAnalyzer.from_learner(learn, metric, objective=objective, higher_is_better=True)
     passes.clear()
     res = analyzer.analyze(level=75, verbose=False)
     hook.remove()
@@ -435,7 +435,7 @@ def test_learner_objectives_that_make_no_sense(net, data):
     regression = Learner(DataLoaders.from_dsets(*[TensorDataset(torch.randn(8, 2), torch.randn(8, 1))] * 2, bs=4, device="cpu"), nn.Linear(2, 1), loss_func=nn.MSELoss())
     mse = lambda p, t: ((p - t) ** 2).mean()
     with pytest.raises(ValueError, match="two or more classes"):
-        SensitivityAnalyzer.from_learner(regression, mse, objective="kl").analyze(verbose=False)
+        SensitivityAnalyzer.from_learner(regression, mse, objective="kl", higher_is_better=False).analyze(verbose=False)
     res = SensitivityAnalyzer.from_learner(regression, mse, higher_is_better=False).analyze(verbose=False)
     assert res.baseline_objective == pytest.approx(res.baseline_metric, abs=1e-6)
 
@@ -500,7 +500,7 @@ def test_learner_with_two_targets(data):
     model = Net(lambda m, x: (m.one(x), m.two(x)), one=nn.Linear(16, 3), two=nn.Linear(16, 2))
     loss = lambda p, a, b: F.cross_entropy(p[0], a) + F.cross_entropy(p[1], b)
     learn = Learner(dls, model, loss_func=loss, metrics=lambda p, a, b: (p[0].argmax(1) == a).float().mean())
-    res = SensitivityAnalyzer.from_learner(learn, metric_name="first").analyze(level=50, verbose=False)
+    res = SensitivityAnalyzer.from_learner(learn, metric_name="first", higher_is_better=True).analyze(level=50, verbose=False)
     assert res.baseline_objective == pytest.approx(loss(model(x.flatten(1)), y, y % 2).item(), abs=1e-5)
     assert res.baseline_metric == pytest.approx((model(x.flatten(1))[0].argmax(1) == y).float().mean().item(), abs=1e-6)
 
