@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
-from .evaluate import check_functions, default_objective, falls, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import check_functions, default_objective, falls, first_metric, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
 from .measure import measure, stop_rule
@@ -166,18 +166,18 @@ def from_learner(cls:SensitivityAnalyzer,
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
     *, objective="auto",   # what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is better), None; or "auto": "kl" for a classifier, else "loss"
     dl=None,               # data to evaluate on; None: the validation set
-    higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
+    higher_is_better=None, # direction of the metric; None: as its name says, see `falls`
     metric_name=None,      # for display; None: the metric's own
     objective_name=None,   # for display; None: the objective's own
     criteria=large_final,  # which weights matter
     calibration_data=None, # None: the first batches of the training set, fetched when needed
 )->SensitivityAnalyzer:
-    "An analyzer for the model, data, metric and loss of a `Learner`. Raises ValueError or TypeError for an objective that is none of these"
+    "An analyzer for the model, data, metric and loss of a `Learner`. Raises ValueError or TypeError for an objective that is none of these, and ValueError for a metric whose direction its name does not tell"
     name, _ = learner_metric(learn, metric)
     objective = default_objective(learn) if objective == "auto" else objective
     eval_fn = learner_eval(learn, metric, dl, objective)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
-    if higher_is_better is None: higher_is_better = not falls(metric, name)
+    if higher_is_better is None: higher_is_better = not falls(first_metric(learn) if metric is None else metric, metric_name or name)
     return cls(learn.model, sample, eval_fn, criteria=learner_criterion(learn, criteria), higher_is_better=higher_is_better, metric_name=metric_name or name,
                objective_name=objective_name or (objective if isinstance(objective, str) else getattr(objective, "__name__", "objective")),
                calibration_data=FirstBatches(learn.dls.train) if calibration_data is None else calibration_data)

@@ -25,7 +25,7 @@ from .baselines import check_reach, scale_to_mean
 from .callbacks import PruneCallback, SparsifyCallback
 from .criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
 from .degradation import check_drop, drop_between, slack
-from .evaluate import Score, falls, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import Score, falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches
 from .layers import all_units, find_units, target_units
 from .measure import check_baseline, evaluate, ticker
@@ -341,7 +341,7 @@ def gradual_degradation_recovery(
     epochs=1,              # of fine-tuning after each stage; a number, or one a stage
     lr=None,               # largest learning rate of the one-cycle policy; None: the learner's
     metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
-    higher_is_better=None, # direction of the metric; None: False for losses and error rates, else True
+    higher_is_better=None, # direction of the metric; None: as its name says, see `falls`
     max_drop=None,         # what a fine-tuned stage may lose against the untouched model, in units of the metric; None: anything that is a number
     plan=None,             # layer name -> percent, stretched so that the mean over the layers named is that of each stage, the others stay as they are; or a `SweepResult`, solved for each stage over the layers measured; None: all layers alike
     criteria=large_final,  # which weights or channels matter
@@ -356,7 +356,8 @@ def gradual_degradation_recovery(
     c, eval_fn = check_setting(learn, compression, criteria, fit_kwargs.get("cbs")), learner_eval(learn, metric, dl)
     if max_drop is not None: max_drop = check_drop(max_drop)
     settings = dict(criteria=c.name, granularity=granularity)
-    targets, higher = stage_targets(learn.model, levels, compression, plan, settings), not falls(metric, name) if higher_is_better is None else higher_is_better
+    higher = not falls(first_metric(learn) if metric is None else metric, name) if higher_is_better is None else higher_is_better
+    targets = stage_targets(learn.model, levels, compression, plan, settings)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, learn.dls.train)
     result = RecoveryResult(compression, math.nan, [], None, None, targets, max_drop, name, higher, settings=settings | dict(recalibrated=recalibrate is not None))
     if recalibrate is not None:
