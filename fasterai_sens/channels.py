@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['follow_errors', 'no_target', 'unfollowed', 'Conv1DPruner', 'NormPruner', 'extra_rules', 'without_cache', 'eagerly',
-           'trace', 'describe', 'Lost', 'Walk', 'Part', 'Graph', 'n_outputs', 'TornWeight', 'narrowed', 'stripes',
-           'blocks', 'ranges_in', 'ChannelGroup', 'renewed', 'find_groups', 'in_order', 'pick']
+           'PlainGraph', 'trace', 'describe', 'Lost', 'Walk', 'Part', 'Graph', 'n_outputs', 'TornWeight', 'narrowed',
+           'stripes', 'blocks', 'ranges_in', 'ChannelGroup', 'renewed', 'find_groups', 'in_order', 'pick']
 
 # %% ../nbs/06_channels.ipynb #23fd6bec
 import math
@@ -88,6 +88,28 @@ class _Settled(dict):
     "Nodes that can be looked up, and are not gone through again"
     def items(self): return ()
 
+class _OneNode(torch.autograd.Function):
+    "A node of autograd's graph by itself"
+    @staticmethod
+    def forward(ctx, out, *used): return out.clone()
+
+class PlainGraph(TorchFunctionMode):
+    "In the block, autograd's graph is the model's, whatever this version of PyTorch makes of it"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        place = _OneNode.apply(x.new_empty(0), x) if _may_hide(func, x) else None
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or not out.requires_grad: return out
+        if func is nn.functional.linear: return _OneNode.apply(out.detach(), *args, *kwargs.values())
+        if place is not None and out is x: return _OneNode.apply(out.detach(), place, *args[1:], *kwargs.values())
+        return out
+
+def _may_hide(func:Callable, x)->bool:
+    "Whether `func` may write to a view, which would take the nodes on the way to it out of autograd's graph"
+    if not isinstance(x, Tensor) or func.__name__ == "__get__": return False
+    return x.requires_grad and x._is_view()
+
 follow_errors = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 @torch.inference_mode(False)
@@ -100,7 +122,7 @@ def trace(
     rules = extra_rules(model)
     forget = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
     try:
-        with leave_no_trace(model, weights=()), eagerly(), without_cache(model), torch.enable_grad(), forget, warnings.catch_warnings():
+        with leave_no_trace(model, weights=()), eagerly(), without_cache(model), torch.enable_grad(), PlainGraph(), forget, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for p in model.parameters(): p.requires_grad_(p.is_floating_point())
             sample = mapped(lambda t: t.clone() if t.is_inference() else t, sample)
