@@ -3,19 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PEERS := $(VENV)/peers
+PEERS := .venv/peers
+PIP_OPTIONS :=
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 RUN := PYTHONWARNINGS=ignore::FutureWarning $(BIN)
+ONE_THREAD := OMP_NUM_THREADS=1 $(RUN)
 
-.PHONY: demo test setup peers sync lint notebooks pytest export clean lab bench
+.PHONY: help demo test oldest newest setup peers sync lint notebooks pytest export clean lab bench
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo | test | export | lint | clean | lab | bench"
+	@echo "make demo | test | oldest | newest | export | lint | clean | lab | bench"
 
 $(READY): settings.ini setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -e ".[dev]"
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -e ".[dev]"
 	@touch $@
 
 setup: $(READY)
@@ -31,6 +34,14 @@ demo: $(READY)
 
 test: sync lint notebooks pytest
 
+# the same with the oldest versions that settings.ini allows, and with the newest there are, on the oldest and the newest Python
+oldest:
+	sed -nE 's/^([a-z_]+ = | +)([A-Za-z0-9-]+)>=([0-9.]+).*/\2==\3/p' settings.ini > .oldest.txt
+	$(MAKE) test VENV=.venv-oldest PYTHON=$(or $(OLDEST_PYTHON),python3.10) PIP_OPTIONS="-c .oldest.txt"
+
+newest:
+	$(MAKE) test VENV=.venv-newest PYTHON=$(or $(NEWEST_PYTHON),python3.13) PIP_OPTIONS="--upgrade --upgrade-strategy eager"
+
 sync: $(READY)
 	$(RUN)/pytest -q tests/test_structure.py
 
@@ -39,10 +50,10 @@ lint: $(READY)
 
 # each notebook in a process of its own, side by side, with one thread each
 notebooks: $(READY)
-	find nbs -name '*.ipynb' -not -path '*/.*' | sort | OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning xargs -n 1 -P $$(getconf _NPROCESSORS_ONLN) $(BIN)/nbdev-test --timing
+	find nbs -name '*.ipynb' -not -path '*/.*' | sort | OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning xargs -n 1 -P $(CORES) $(BIN)/nbdev-test --timing
 
 pytest: $(READY) peers
-	OMP_NUM_THREADS=1 $(RUN)/pytest -q tests
+	$(ONE_THREAD)/pytest -q -n $(CORES) --dist loadfile tests
 
 bench: $(READY) peers
 	for f in benchmarks/*.py; do $(RUN)/python $$f || exit 1; done
@@ -57,4 +68,4 @@ lab: $(READY)
 clean:
 	test ! -x $(BIN)/nbdev-clean || $(BIN)/nbdev-clean
 	rm -rf demo_output build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

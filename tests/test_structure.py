@@ -92,7 +92,8 @@ def test_version_lives_in_one_place():
     assert out.strip().splitlines()[-1] == fasterai_sens.__version__
     ini = ConfigParser()
     ini.read(root / "settings.ini")
-    assert {"torch>=2.4", "torchvision", "fastai>=2.8", "torch-pruning>=1.6"} <= set(ini["DEFAULT"]["requirements"].split())
+    named = {re.match(r"[\w-]+", line)[0] for line in ini["DEFAULT"]["requirements"].split()}
+    assert {"torch", "torchvision", "fastai", "numpy", "matplotlib", "pandas", "torch-pruning"} <= named
     assert "torchao" in ini["DEFAULT"]["torchao_requirements"] and ini["DEFAULT"]["torchao_requirements"] in ini["DEFAULT"]["dev_requirements"]
     assert "version" not in ini["DEFAULT"]
 
