@@ -6,8 +6,8 @@
 __all__ = ['columns', 'slack', 'allowed_points', 'changed_ci', 'ci_with', 'drop_between', 'SizePoint', 'DegradationResult',
            'size_point', 'check_drop', 'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score',
            'analyze_degradation', 'allowed_drop', 'guessed_scale', 'CompressionTarget', 'recommend_compression_target',
-           'identify_critical_layers', 'Validation', 'find_verdict', 'samples_needed', 'validate_compression_target',
-           'advise']
+           'identify_critical_layers', 'Validation', 'find_verdict', 'samples_needed', 'weights_left', 'check_swapped',
+           'validate_compression_target', 'advise']
 
 # %% ../nbs/17_degradation.ipynb #d54d37de
 import math
@@ -19,10 +19,11 @@ from html import escape
 from numbers import Real
 
 import numpy as np
+import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .counters import latency
+from .counters import latency, stored, unseen
 from .criteria import large_final
 from .evaluate import Score, as_score, check_functions, compare, forget_untouched
 from .measure import check_baseline, check_training, evaluate, progress, untouched
@@ -447,25 +448,56 @@ def samples_needed(
         if most > 1e9: return None
     return n + bisect_left(range(n, most), True, key=tells)
 
+# %% ../nbs/17_degradation.ipynb #1e892e55
+def _n_nonzero(t)->int:
+    "How many numbers of a tensor are not zero, whatever its layout and type"
+    t = t.detach() if t.layout == torch.strided else t.to_dense()
+    return int((t.float() if t.is_floating_point() else t).count_nonzero())
+
+def weights_left(
+    model:nn.Module, # any model
+)->tuple:            # how many, how many bytes
+    "The weights that are not zero, biases and statistics left aside, each once"
+    tensors = [s for p in model.parameters() if p.dim() > 1 for s in stored(p)]
+    found = [(_n_nonzero(t), t.element_size()) for t in unseen(tensors, set())]
+    return sum(n for n, _ in found), sum(n*size for n, size in found)
+
+def check_swapped(
+    compressed, # as the user gave it
+    original,   # as the user gave it
+):
+    "Raises ValueError if the two look swapped, TypeError if the first is no model"
+    order = "the compressed model comes first, then the original"
+    model = compressed.model if isinstance(compressed, Compressed) else compressed
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__} ({order})")
+    if isinstance(original, Compressed):
+        raise ValueError(f"original is the untouched model, and this is what compress_to_size returned; {order}")
+    if not isinstance(original, nn.Module): return
+    (left, n_bytes), (before, bytes_before) = weights_left(model), weights_left(original)
+    if left > before and n_bytes > bytes_before:
+        raise ValueError(f"the models look swapped: the compressed one has {left:,} weights that are not zero, the original {before:,}; {order}"
+                         " (if they are in order, pass eval_fn(original) in place of the original)")
+
 # %% ../nbs/17_degradation.ipynb #e1632f39
 def validate_compression_target(
-    baseline,             # the untouched model; or what `eval_fn` returned for it
     compressed,           # the compressed model, or what `compress_to_size` returned
+    original,             # the untouched model; or what `eval_fn` returned for it
     eval_fn:Callable,     # model -> number or, better, per-sample scores, on data not used for choosing
     allowed,              # most that the metric may get worse, in its own units; a task; or a `CompressionTarget`
     *, higher_is_better=None, # direction of the metric; None: that of the `CompressionTarget`, else True
     metric_name:str="accuracy", # for display
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
-    "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, or if the samples differ; TypeError for a wrong kind"
+    "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, models that look swapped, or if the samples differ; TypeError for a wrong kind"
     check_functions(eval_fn=eval_fn)
+    check_swapped(compressed, original)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
     check_training(eval_fn, [methods[compressed.compression]] if isinstance(compressed, Compressed) else [])
-    if not isinstance(model, nn.Module): raise TypeError(f"compressed is the compressed model, or what compress_to_size returned; got {type(model).__name__}")
     up = getattr(allowed, "higher_is_better", higher_is_better in (None, True))
     if higher_is_better not in (None, up): raise ValueError(f"higher_is_better is {up} for the target; leave it out")
     forget_untouched(eval_fn)
-    base = check_baseline(scored(baseline, eval_fn) if isinstance(baseline, nn.Module) else as_score(baseline))
+    base = check_baseline(scored(original, eval_fn) if isinstance(original, nn.Module) else as_score(original))
     most = allowed.allowed_drop if isinstance(allowed, CompressionTarget) else allowed_drop(allowed, base.value, higher_is_better=up) if isinstance(allowed, str) else check_drop(allowed, base.value, up, metric_name)
     other = scored(model, eval_fn)
     (drop, stderr, ci), n = drop_between(base, other, up), None if base.samples is None else len(base.samples)

@@ -419,7 +419,7 @@ def test_a_loss_has_no_scale():
     net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4], False, base=1.5)
     for loss in (1.5, .8):
         with pytest.raises(ValueError, match="does not tell where lower is better; give"): recommend_compression_target("standard_classification", loss, higher_is_better=False)
-        with pytest.raises(ValueError, match="does not tell where lower is better; give"): validate_compression_target(loss, net, lambda m: .8, "safety_critical", higher_is_better=False)
+        with pytest.raises(ValueError, match="does not tell where lower is better; give"): validate_compression_target(net, loss, lambda m: .8, "safety_critical", higher_is_better=False)
     with pytest.raises(ValueError, match="does not tell"): recommend_compression_target("safety_critical", curve=curve)
     assert recommend_compression_target("safety_critical", curve=curve, full_scale=10).allowed_drop == pytest.approx(.1)
     assert not curve.plot().texts and len(curve_of([0, .1, .2, .3, .4]).plot().texts) == len(allowed_points)
@@ -437,8 +437,8 @@ def test_advice_when_only_the_whole_model_will_do():
 def test_just_what_is_allowed():
     """.9 - .85 is more than .05 in floating point, and within it."""
     assert .9 - .85 > .05
-    assert validate_compression_target(.9, nn.Linear(1, 1), lambda m: .85, .05).verdict == "passes"
-    assert not validate_compression_target(.9, nn.Linear(1, 1), lambda m: .85 - 1e-6, .05)
+    assert validate_compression_target(nn.Linear(1, 1), .9, lambda m: .85, .05).verdict == "passes"
+    assert not validate_compression_target(nn.Linear(1, 1), .9, lambda m: .85 - 1e-6, .05)
     assert curve_of([0, .01, .05, .2, .3]).smallest_within(.05).size_pct == 60
     assert recommend_compression_target("standard_classification", curve=curve_of([0, .01, .05, .2, .3])).point.size_pct == 60
 
@@ -446,11 +446,11 @@ def test_just_what_is_allowed():
 def test_points_for_a_metric_up_to_1():
     """Two points given as 2 would let everything pass; a loss may rise by that."""
     net, curve = nn.Linear(1, 1), curve_of([0, .1, .2, .3, .4])
-    up = (lambda: validate_compression_target(.9, net, lambda m: .1, 5), lambda: recommend_compression_target(max_drop=1, baseline=.9), lambda: curve.smallest_within(2), lambda: curve.plot(5),
-          lambda: validate_compression_target(.1, net, lambda m: .9, 5, higher_is_better=False, metric_name="error_rate"))
+    up = (lambda: validate_compression_target(net, .9, lambda m: .1, 5), lambda: recommend_compression_target(max_drop=1, baseline=.9), lambda: curve.smallest_within(2), lambda: curve.plot(5),
+          lambda: validate_compression_target(net, .1, lambda m: .9, 5, higher_is_better=False, metric_name="error_rate"))
     for f in up:
         with pytest.raises(ValueError, match="two points are 0.02; got"): f()
-    assert validate_compression_target(.9, net, lambda m: 3., 5, higher_is_better=False, metric_name="loss") and validate_compression_target(90., net, lambda m: 88., 5)
+    assert validate_compression_target(net, .9, lambda m: 3., 5, higher_is_better=False, metric_name="loss") and validate_compression_target(net, 90., lambda m: 88., 5)
     assert recommend_compression_target("standard_classification", curve=curve_of([0, .1, .2, .3, .4]), full_scale=100).point.size_pct == 20   # an accuracy below 1 %, whoever wants that
 
 
@@ -473,29 +473,29 @@ def test_verdicts_need_data():
     """The same share of changed answers: 20 samples do not tell, the number asked for does."""
     def answers(n, wrong): return torch.tensor([0.]*wrong + [1.]*(n - wrong))
     net = nn.Linear(1, 1)
-    few = validate_compression_target(answers(50, 0), net, lambda m: answers(50, 1), .05)
+    few = validate_compression_target(net, answers(50, 0), lambda m: answers(50, 1), .05)
     assert few.verdict == "not enough data to tell" and not few and few.more_samples > 0 and "more samples" in few.advice[0]
     n = 50 + few.more_samples
-    assert validate_compression_target(answers(n, 0), net, lambda m: answers(n, round(n/50)), .05)
-    failed = validate_compression_target(answers(200, 0), net, lambda m: answers(200, 60), "standard_classification", sensitivities=made_up_result({"0": .1, "3": .4}))
+    assert validate_compression_target(net, answers(n, 0), lambda m: answers(n, round(n/50)), .05)
+    failed = validate_compression_target(net, answers(200, 0), lambda m: answers(200, 60), "standard_classification", sensitivities=made_up_result({"0": .1, "3": .4}))
     assert failed.verdict == "fails" and "compress 3, 0 less" in failed.advice[0]
-    assert validate_compression_target(answers(50, 0), net, lambda m: float("nan")*answers(50, 0), .05).verdict == "fails"
-    with pytest.raises(ValueError, match="untouched model is nan"): validate_compression_target(float("nan"), net, lambda m: .5, .05)
-    lower = validate_compression_target(.2, net, lambda m: .3, target := recommend_compression_target(max_drop=.05, baseline=.2, higher_is_better=False))
+    assert validate_compression_target(net, answers(50, 0), lambda m: float("nan")*answers(50, 0), .05).verdict == "fails"
+    with pytest.raises(ValueError, match="untouched model is nan"): validate_compression_target(net, float("nan"), lambda m: .5, .05)
+    lower = validate_compression_target(net, .2, lambda m: .3, target := recommend_compression_target(max_drop=.05, baseline=.2, higher_is_better=False))
     assert lower.verdict == "fails" and lower.drop == pytest.approx(.1)
-    with pytest.raises(ValueError, match="is False for the target"): validate_compression_target(.2, net, lambda m: .3, target, higher_is_better=True)
+    with pytest.raises(ValueError, match="is False for the target"): validate_compression_target(net, .2, lambda m: .3, target, higher_is_better=True)
 
 
 def test_one_sample_is_no_proof():
     """Right or wrong, or any other score: a single one passes no standard, and no number is made up for it."""
     net = nn.Linear(1, 1)
-    right = validate_compression_target(torch.ones(1), net, lambda m: torch.ones(1), "safety_critical")
+    right = validate_compression_target(net, torch.ones(1), lambda m: torch.ones(1), "safety_critical")
     assert right.verdict == "not enough data to tell" and right.ci[1] > .7 and right.more_samples > 100
     for score in (.5, .1, .9):
-        other = validate_compression_target(torch.tensor([.5]), net, lambda m, s=score: torch.tensor([s]), .01)
+        other = validate_compression_target(net, torch.tensor([.5]), lambda m, s=score: torch.tensor([s]), .01)
         assert (other.verdict, other.ci, other.more_samples) == ("not enough data to tell", None, None) and "one sample" in other.advice[0]
-    assert validate_compression_target(torch.tensor([.5]), net, lambda m: torch.tensor([math.nan]), .01).verdict == "fails"
-    assert validate_compression_target(.9, net, lambda m: .9, .01)   # one number is not one sample
+    assert validate_compression_target(net, torch.tensor([.5]), lambda m: torch.tensor([math.nan]), .01).verdict == "fails"
+    assert validate_compression_target(net, .9, lambda m: .9, .01)   # one number is not one sample
 
 
 def test_critical_layers_of_a_sweep():
@@ -510,8 +510,8 @@ def test_wrong_kinds():
     """What cannot be meant is refused where it is given, by name."""
     net, result, curve = small_net(), made_up_result({"0": .3, "3": .1}), curve_of([0, .1, .2, .3, .4])
     with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): analyze_degradation(net, x[:1], .9, verbose=False)
-    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): validate_compression_target(.9, net, .8, .05)
-    with pytest.raises(TypeError, match="compressed is the compressed model, .* got NoneType"): validate_compression_target(.9, None, lambda m: .8, .05)
+    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): validate_compression_target(net, .9, .8, .05)
+    with pytest.raises(TypeError, match="compressed is the compressed model, .* got NoneType"): validate_compression_target(None, .9, lambda m: .8, .05)
     with pytest.raises(TypeError, match="curve is what analyze_degradation returned; got list"): recommend_compression_target(max_drop=.1, curve=[.9, .8])
     for value in ("5 %", True, math.nan):
         with pytest.raises(ValueError, match="min_drop is a number"): identify_critical_layers(result, min_drop=value)
@@ -545,6 +545,6 @@ def test_on_real_digits():
     assert target.point.size_pct <= 80 and target.point.ci[1] <= .05
     small = compress_to_size(net, inputs[:1], target.point.size, plan=sweep, absolute=True)
     assert small.size == target.point.size
-    assert validate_compression_target(net, small, correct_on(test), target)
-    tiny = validate_compression_target(net, compress_to_size(net, inputs[:1], 15, plan=sweep), correct_on(test), target, sensitivities=sweep)
+    assert validate_compression_target(small, net, correct_on(test), target)
+    tiny = validate_compression_target(compress_to_size(net, inputs[:1], 15, plan=sweep), net, correct_on(test), target, sensitivities=sweep)
     assert tiny.verdict == "fails" and not tiny and "compress" in tiny.advice[0]

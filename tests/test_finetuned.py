@@ -192,7 +192,7 @@ def test_bits_are_refused(net):
     for fns in (dict(eval_fn=eval_fn), dict(eval_fn=losses, report_fn=eval_fn)):
         with pytest.raises(ValueError, match="training undoes quantization"): search_plan(net, x[:1], sweeps=bits, budget="30%", cost="bytes", verbose=False, **fns)
     small = compress_to_size(net, x[:1], "40 %", "quantization")
-    with pytest.raises(ValueError, match="training undoes quantization"): validate_compression_target(net, small, eval_fn, .5)
+    with pytest.raises(ValueError, match="training undoes quantization"): validate_compression_target(small, net, eval_fn, .5)
     assert not calls
 
 
