@@ -10,8 +10,8 @@ __all__ = ['upsample_costs', 'recurrent', 'default_rules', 'bias_rules', 'batch_
            'window_attention_bias_adds', 'per_element', 'adaptive_pool_macs', 'upsample_macs', 'is_swin_attention',
            'summed', 'find_rule', 'tables_for', 'check_shaped', 'blank_batch', 'as_inputs', 'n_samples', 'ordered',
            'used_inside', 'own_parameters', 'unseen', 'shape_of', 'watch', 'every_layer_called', 'weight_shape',
-           'watched', 'warn_uncalled', 'count_calls', 'print_counts', 'countable', 'count_flops_params', 'stored',
-           'n_bytes', 'synchronize', 'timed', 'latency']
+           'watched', 'warn_uncalled', 'count_calls', 'Counts', 'uncounted', 'print_counts', 'countable',
+           'count_flops_params', 'stored', 'n_bytes', 'synchronize', 'timed', 'latency']
 
 # %% ../nbs/07_counters.ipynb #c5f5960b
 import inspect
@@ -398,16 +398,41 @@ def count_calls(
     warn_uncalled(found, rows)
     return rows
 
+# %% ../nbs/07_counters.ipynb #6d133410
+class Counts(list):
+    "Rows of counts, with what they leave out"
+    def __init__(self,
+        rows:Iterable, # dicts, one for each module that was counted
+        left_out:dict, # name of a module -> how many of its parameters are in no row
+    ):
+        super().__init__(rows)
+        self.left_out = left_out
+
+def uncounted(
+    model:nn.Module, # any model
+    rows:Iterable,   # what `count_calls` returned for it
+)->dict:             # module name -> number of parameters, each tensor once
+    "The parameters that are in no row, by the module that holds them"
+    modules, seen = dict(model.named_modules()), set()
+    for row in rows: unseen(own_parameters(modules[row["name"]]), seen)
+    own = {n: sum(p.numel() for p in unseen(own_parameters(m), seen)) for n, m in modules.items()}
+    return {n: k for n, k in own.items() if k}
+
 # %% ../nbs/07_counters.ipynb #92dd78cb
 def print_counts(
     results:list,  # what `count_flops_params` returns third
     params=None,   # parameters in all; None: of the modules in `results`
 ):
-    "Print one line for each module, and the totals"
+    "Print one line for each module, the totals, and what the parameters leave out"
     columns = ("name", "type", "calls", "in_size", "out_size", "weight_shape", "flops", "params")
     print(format_table(columns, [[r[c] if c != "name" else r[c] or "(model)" for c in columns] for r in results]))
     params = sum(r["params"] for r in results) if params is None else params
     print(f"\n{sum(r['flops'] for r in results):,} multiply-accumulates for one sample, {params:,} parameters")
+    left_out = getattr(results, "left_out", {})
+    if not left_out: return
+    most = sorted(left_out, key=left_out.get, reverse=True)[:5]
+    named = ", ".join(f"{n or '(model)'} {left_out[n]:,}" for n in most) + (", ..." if len(left_out) > 5 else "")
+    print(f"not among them: {sum(left_out.values()):,} parameters of modules that this mode does not count ({named}); mode='full' has all")
 
 # %% ../nbs/07_counters.ipynb #952c8ef9
 def countable(
@@ -425,15 +450,17 @@ def count_flops_params(
     custom_ops=None,  # dict of module class -> function(module, inputs, output) that returns the MACs of that call, whole batch
     verbose=True,     # print a table
     mode="default",   # "default": layers with weights, without bias; "full": also bias, norms, activations, pools, upsampling
-)->tuple:             # MACs of one sample, parameters, list of dicts (one for each counted module, in order of the first call)
-    "Multiply-accumulates and parameters of `model`. Raises ValueError if it does not run or the mode is unknown, TypeError for bad kinds"
+)->tuple:             # MACs of one sample, parameters, `Counts` (a list of dicts, one for each counted module, in order of the first call)
+    "Multiply-accumulates and parameters of `model`; in default mode only parameters of modules that are counted (no embeddings, no norms), the others are in `results.left_out`. Raises ValueError if it does not run or the mode is unknown, TypeError for bad kinds"
     tables = tables_for(mode, custom_ops)
     model = countable(model)
     inputs = as_inputs(model, x)
     check_sample(model, inputs)
     results, n = count_calls(model, inputs, tables), n_samples(inputs)
     for row in results: row["flops"] = (row["flops"] + n//2)//n
-    params = sum(row["params"] for row in results) if mode == "default" else sum(p.numel() for p in unseen(model.parameters(), set()))
+    everything = sum(p.numel() for p in unseen(model.parameters(), set()))
+    results = Counts(results, uncounted(model, results) if mode == "default" else {})
+    params = everything - sum(results.left_out.values())
     if verbose: print_counts(results, params)
     return sum(row["flops"] for row in results), params, results
 

@@ -569,3 +569,40 @@ def test_every_rule_is_tested():
     assert {k.__name__ for k in activations} == set(ACTIVATIONS)
     tested = {type(m) for build, *_ in (*RULES.values(), *EXTRAS.values()) for m in build().modules()} | set(activations)
     assert [k for k in full_rules if isinstance(k, type) and not any(issubclass(t, k) for t in tested)] == []
+
+
+def embedded():
+    """An embedding, norms, a module that is never called, a parameter of the model's own, a tied head"""
+    class Words(nn.Module):
+        """Words to words"""
+        def __init__(self):
+            super().__init__()
+            self.emb, self.norm, self.fc, self.head = nn.Embedding(11, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
+            self.positions, self.idle, self.attn = nn.Parameter(torch.zeros(3, 4)), nn.Linear(2, 2), nn.MultiheadAttention(4, 2)
+            self.head.weight = self.emb.weight
+
+        def forward(self, x):
+            h = self.norm(self.emb(x) + self.positions)
+            return self.head(self.fc(self.attn(h, h, h)[0]))
+    return Words()
+
+
+def test_left_out_parameters_are_named(capsys):
+    """In default mode the returned parameters and those in `left_out` make up the model; the table says so, too."""
+    model, x = embedded(), torch.zeros(1, 3, dtype=torch.long)
+    with pytest.warns(UserWarning, match="idle"): _, params, results = count_flops_params(model, x)
+    assert results.left_out == {"": 12, "norm": 8, "idle": 6}
+    assert params + sum(results.left_out.values()) == sum(p.numel() for p in model.parameters())
+    assert params == sum(r["params"] for r in results)
+    out = capsys.readouterr().out
+    assert "not among them: 26 parameters" in out and "(model) 12, norm 8, idle 6" in out and "mode='full' has all" in out
+
+
+def test_full_mode_leaves_nothing_out(capsys):
+    """All parameters, and no such line; nor where every module is counted."""
+    model, x = embedded(), torch.zeros(1, 3, dtype=torch.long)
+    with pytest.warns(UserWarning, match="idle"): _, params, results = count_flops_params(model, x, mode="full")
+    assert results.left_out == {} and params == sum(p.numel() for p in model.parameters())
+    assert count_flops_params(nn.Linear(2, 2), (1, 2))[2].left_out == {}
+    assert "not among them" not in capsys.readouterr().out
+    assert "left_out" in count_flops_params.__doc__

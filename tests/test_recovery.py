@@ -216,7 +216,7 @@ def test_recalibrated(compression):
 def test_json_and_table(tmp_path):
     """A result read back is equal to the one that was saved, with targets for each layer and without an interval."""
     plan = LayerTargets({"conv1": 80, "conv2": 40})
-    for found in (recover(learner(), (20, 50), epochs=0), recover(learner(metrics=None), (30,), plan=plan, max_drop=0.0), recover(learner(), (30,), metric=lambda p, t: p.std(), epochs=0)):
+    for found in (recover(learner(), (20, 50), epochs=0), recover(learner(metrics=None), (30,), plan=plan, max_drop=0.0), recover(learner(), (30,), metric=lambda p, t: p.std(), higher_is_better=True, epochs=0)):
         found.to_json(tmp_path / "r.json")
         again = RecoveryResult.from_json(tmp_path / "r.json")
         assert vars(again) == vars(found) and [type(t) for t in again.targets] == [type(t) for t in found.targets]
@@ -283,7 +283,7 @@ def test_without_a_limit_the_last_stage_stays():
     """Whatever is lost, unless it is no number any more."""
     assert recover(learner(), (50, 99), epochs=0).best == 99
     learn = learner()
-    found = recover(learn, (50, 99), epochs=0, metric=lambda p, t: torch.tensor(math.nan if zeros(learn.model)["conv1"] > 3000 else 0.9))
+    found = recover(learn, (50, 99), epochs=0, higher_is_better=True, metric=lambda p, t: torch.tensor(math.nan if zeros(learn.model)["conv1"] > 3000 else 0.9))
     assert (found.best, len(found.history)) == (50, 2) and "is nan" in found.stopped
 
 
@@ -457,7 +457,7 @@ def test_criteria(compression):
         (dict(criteria="large_final"), TypeError, "criteria is one of"),
         (dict(cbs=PruneCallback(50)), ValueError, "PruneCallback compresses by a schedule of its own"),
         (dict(metric="accuracy"), TypeError, "metric is a function"),
-        (dict(metric=lambda p, t: p.sum() * math.nan), ValueError, "nothing can be compared"),
+        (dict(metric=lambda p, t: p.sum() * math.nan, higher_is_better=True), ValueError, "nothing can be compared"),
         (dict(epoch=3), TypeError, "epoch"),
         (dict(recalibrate=[]), ValueError, "recalibration data is empty"),
     ],
