@@ -3,7 +3,7 @@
 import copy
 import csv
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from fasterai_sens import ChannelDependency, analyze_sensitivity, fix_mask_conflict, not_safe_to_prune
+from fasterai_sens import ChannelDependency, Pruner, analyze_sensitivity, fix_mask_conflict, not_safe_to_prune
 from fasterai_sens.channels import Graph, n_outputs
 from fasterai_sens.inputs import call, tensors_in
 from fasterai_sens.proof import channel_groups
@@ -183,6 +183,7 @@ class Case:
     sample: object
     safe: dict = field(default_factory=dict)  # None instead of readers: a norm mixes the channels, so only shapes can agree
     refused: dict = field(default_factory=dict)  # layer -> word of the reason
+    source: tuple = ()  # groups whose channels are zero already where they come from, not only where they are read
 
 
 def same(c):
@@ -522,9 +523,72 @@ def depthwise():
 
 @case
 def depthwise_multiplier():
-    """Two filters for each channel: one from each pair can go, the channels themselves cannot (torch-pruning sees eight groups)"""
-    net, x = chain(lambda m, h: m.d(h.relu()), 6, 12, d=Conv(6, 12, 3, groups=6, padding=1))
-    return Case(net, x, {"d": {"b": same}, "b": {"head": same}}, {"a": "6 channels"})
+    """Two filters for each channel: all three go together"""
+    return chained(lambda m, h: m.d(h.relu()), 6, 12, safe=lambda c: [2 * c, 2 * c + 1], d=Conv(6, 12, 3, groups=6, padding=1))
+
+
+@case
+def depthwise_multiplier_on_the_input():
+    """The input of the model stays, so one filter of each pair can go, and nothing else"""
+    net = Net(lambda m, x: m.head(m.d(x).relu()), d=Conv(4, 8, 3, groups=4), head=Conv(8, 2, 1))
+    return Case(net, noise(2, 4, 4, 4), {"d": {"head": same}})
+
+
+@case
+def two_multipliers():
+    """Two for one, then three for each of those"""
+    layers = dict(a=Conv(3, 4, 1), d=Conv(4, 8, 1, groups=4), e=Conv(8, 24, 1, groups=8), head=Conv(24, 2, 1))
+    net = Net(lambda m, x: m.head(m.e(m.d(m.a(x)).relu()).relu()), **layers)
+    return Case(net, noise(2, 3, 4, 4), {"a": {"head": lambda c: range(6 * c, 6 * c + 6)}})
+
+
+@case
+def multiplier_behind_a_concat():
+    """Channels of two layers, each with its own filters"""
+    layers = dict(a=Conv(3, 4, 1), c=Conv(3, 5, 1), d=Conv(9, 18, 3, padding=1, groups=9), head=Conv(18, 2, 1))
+    net = Net(lambda m, x: m.head(m.d(torch.cat([m.a(x), m.c(x)], 1)).relu()), **layers)
+    return Case(net, noise(2, 3, 4, 4), {"a": {"head": same}})
+
+
+@case
+def multiplier_beside_its_input():
+    """Both are read"""
+    net = Net(lambda m, x: (lambda h: m.head(torch.cat([h, m.d(h)], 1).relu()))(m.a(x)), a=Conv(3, 4, 1), d=Conv(4, 8, 3, padding=1, groups=4), head=Conv(12, 2, 1))
+    return Case(net, noise(2, 3, 4, 4), {"a": {"head": lambda c: [c, 4 + 2 * c, 5 + 2 * c]}})
+
+
+@case
+def multiplier_added_to_another_layer():
+    """So that one loses two channels for one of the first"""
+    net = Net(lambda m, x: (lambda h: m.head(m.d(h) + m.e(h)))(m.a(x)), a=Conv(3, 4, 1), d=Conv(4, 8, 3, padding=1, groups=4), e=Conv(4, 8, 1), head=Conv(8, 2, 1))
+    return Case(net, noise(2, 3, 4, 4), {"a": {"e": same, "head": lambda c: [2 * c, 2 * c + 1]}})
+
+
+@case
+def multiplier_then_flatten():
+    """Four inputs of the linear layer for each of two filters of a channel"""
+    net = nn.Sequential(Conv(3, 6, 1), nn.ReLU(), Conv(6, 12, 3, groups=6), nn.Flatten(), Linear(48, 2))
+    return Case(net, noise(2, 3, 4, 4), {"0": {"4": lambda c: range(8 * c, 8 * c + 8)}})
+
+
+@case
+def multiplier_called_twice():
+    """One module, two inputs"""
+    net = Net(lambda m, x: m.head(m.d(m.a(x)).relu() + m.d(m.b(x)).relu()), a=Conv(3, 4, 1), b=Conv(3, 4, 1), d=Conv(4, 8, 3, groups=4), head=Conv(8, 2, 1))
+    return Case(net, noise(2, 3, 4, 4), {"a": {"head": lambda c: [2 * c, 2 * c + 1]}})
+
+
+@case
+def two_inputs_for_one_output():
+    """The other way round: each filter reads two channels, which go together"""
+    return chained(lambda m, h: m.d(h.relu()), 12, 6, safe=lambda c: [c // 2], d=Conv(12, 6, 3, groups=6, padding=1))
+
+
+@case
+def transposed_multiplier():
+    """Whose weight has its inputs first"""
+    layers = dict(a=nn.ConvTranspose2d(3, 4, 2), d=nn.ConvTranspose2d(4, 12, 2, groups=4), head=Conv(12, 2, 1))
+    return Case(Net(lambda m, x: m.head(m.d(m.a(x)).relu()), **layers), noise(2, 3, 3, 3), {"a": {"head": lambda c: range(3 * c, 3 * c + 3)}})
 
 
 @case
@@ -543,9 +607,9 @@ def transposed_depthwise():
 
 @case
 def transposed_grouped():
-    """torch-pruning's rule mistakes the axis of the groups, so both are refused"""
+    """torch-pruning's rule mistakes the axis of the groups; ours does not"""
     layers = dict(a=nn.ConvTranspose2d(3, 8, 2), b=nn.ConvTranspose2d(8, 12, 2, groups=2), head=Conv(12, 2, 1))
-    return Case(Net(lambda m, x: m.head(m.b(m.a(x)).relu()), **layers), noise(2, 3, 3, 3), {}, {"a": "does not run", "b": "does not run"})
+    return Case(Net(lambda m, x: m.head(m.b(m.a(x)).relu()), **layers), noise(2, 3, 3, 3), {"a": {"b": same}, "b": {"head": same}})
 
 
 def sequence(dims):
@@ -657,14 +721,147 @@ def centered():
 
 @case
 def normalized():
-    """Length one"""
-    return chained(lambda m, h: F.normalize(h, dim=1), 9, why="Norm")
+    """Length one, which a zero does not change"""
+    return replace(chained(lambda m, h: F.normalize(h, dim=1), 9, safe=same), source=("a",))
+
+
+@case
+def normalized_by_hand():
+    """The same without PyTorch's function"""
+    return replace(chained(lambda m, h: h / h.pow(2).sum(1, keepdim=True).sqrt(), 9, safe=same), source=("a",))
+
+
+@case
+def normalized_embedding():
+    """A linear layer behind the mean over positions, its vector of length one, a classifier"""
+    layers = dict(a=Conv(3, 8, 1), embed=Linear(8, 9), head=Linear(9, 3))
+    net = Net(lambda m, x: m.head(F.normalize(m.embed(m.a(x).relu().mean((2, 3))))), **layers)
+    return Case(net, noise(5, 3, 4, 4), {"a": {"embed": same}, "embed": {"head": same}}, source=("embed",))
+
+
+@case
+def normalized_embedding_returned():
+    """The vector is what the model is for, so it keeps its length"""
+    net = Net(lambda m, x: F.normalize(m.embed(m.a(x).relu())), a=Linear(4, 8), embed=Linear(8, 9))
+    return Case(net, noise(5, 4), {"a": {"embed": same}}, {"embed": "output of the model"})
+
+
+@case
+def two_towers():
+    """How alike two embeddings are: zeros in both change nothing"""
+    net = Net(lambda m, p, q: m.scale.exp() * F.normalize(m.a(p)) @ F.normalize(m.b(q)).t(), a=Linear(4, 9), b=Linear(3, 9), scale=nn.Parameter(torch.tensor(1.0)))
+    return Case(net, (noise(5, 4), noise(5, 3)), {"a": {}}, source=("a",))
+
+
+class CosineClassifier(nn.Module):
+    """Angles between an embedding and a vector for each class, a bare parameter"""
+
+    def __init__(self, n, classes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, n))
+
+    def forward(self, x):
+        """Both of length one"""
+        return F.linear(F.normalize(x), F.normalize(self.weight))
+
+
+@case
+def cosine_classifier():
+    """The classes' vectors lose the same numbers"""
+    net = Net(lambda m, x: m.cos(m.a(x)), a=Linear(4, 9), cos=CosineClassifier(9, 3))
+    return Case(net, noise(5, 4), None, {})
+
+
+class CosineLinear(nn.Linear):
+    """The same as a layer, whose rows have length one whatever is silenced in front of it"""
+
+    def forward(self, x):
+        """Both of length one"""
+        return F.linear(F.normalize(x), F.normalize(self.weight))
+
+
+@case
+def cosine_layer():
+    """So fewer numbers in a row are other numbers"""
+    return Case(Net(lambda m, x: m.cos(m.a(x)), a=Linear(4, 9), cos=CosineLinear(9, 3)), noise(5, 4), {}, {"a": "LinalgVectorNorm"})
+
+
+def spatial(m, h, *ways):
+    """CBAM's map of positions, from one or two numbers over all channels"""
+    return h * m.gate(torch.cat([way(h) for way in ways], 1)).sigmoid()
+
+
+def over_mean(h):
+    """One number for each position"""
+    return h.mean(1, keepdim=True)
+
+
+def over_max(h):
+    """Another one"""
+    return h.amax(1, keepdim=True)
+
+
+@case
+def spatial_attention():
+    """The mean of fewer channels is another one; the map has one channel, whatever goes"""
+    found = chained(lambda m, h: spatial(m, h, over_mean, over_max), 8, why="Mean over all of them", gate=Conv(2, 1, 3, padding=1))
+    found.refused["gate"] = "all of them"
+    return found
+
+
+@case
+def spatial_attention_of_the_maximum():
+    """The maximum of positive numbers does not see a zero"""
+    return replace(chained(lambda m, h: spatial(m, h.relu(), over_max), 8, safe=same, gate=Conv(1, 1, 3, padding=1)), source=("a",))
+
+
+@case
+def attention_over_channels():
+    """A convolution along the channels (ECA): each knows its neighbours"""
+    layers = dict(eca=nn.Conv1d(1, 1, 3, padding=1, bias=False))
+    return chained(lambda m, h: h * m.eca(h.mean((2, 3)).unsqueeze(1)).squeeze(1).sigmoid()[:, :, None, None], 8, why="reach eca as something else", **layers)
+
+
+class GlobalResponseNorm(nn.Module):
+    """ConvNeXt-V2's norm, by the mean size of all channels"""
+
+    def __init__(self, n):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(n) + 0.5), nn.Parameter(torch.rand(n))
+
+    def forward(self, x):
+        """Channels last"""
+        size = x.norm(dim=(1, 2), keepdim=True)
+        return x + self.weight * (x * size / (size.mean(-1, keepdim=True) + 1e-6)) + self.bias
+
+
+class Contrast(GlobalResponseNorm):
+    """The same under a name that does not tell"""
+
+
+def response(norm):
+    """A norm between two linear layers, channels last"""
+    return Net(lambda m, x: m.head(m.norm(m.a(x))), a=Linear(4, 8), norm=norm(8), head=Linear(8, 2)), noise(2, 3, 3, 4)
+
+
+@case
+def global_response_norm():
+    """Fewer channels to average over, like any norm over channels"""
+    net, x = response(GlobalResponseNorm)
+    return Case(net, x, {"a": None})
+
+
+@case
+def global_response_norm_in_disguise():
+    """An average changes a little with a few channels: a little is not nothing"""
+    net, x = response(Contrast)
+    return Case(net, x, {}, {"a": "Mean"})
 
 
 @case
 def cumulated():
-    """Sums over all channels before"""
-    return chained(lambda m, h: h.cumsum(1), 8, why="Cumsum")
+    """Sums over all channels before, to which a zero adds nothing"""
+    return replace(chained(lambda m, h: h.cumsum(1), 8, safe=same), source=("a",))
 
 
 @case
@@ -829,6 +1026,14 @@ def mute(module, columns):
         w[c // n_in * n_out : (c // n_in + 1) * n_out, c % n_in] = 0
 
 
+def zero(model, name, rows):
+    """Make a layer or norm return zeros for some of its channels"""
+    module = model.get_submodule(name)
+    module.weight.data[rows] = 0
+    if module.bias is not None:
+        module.bias.data[rows] = 0
+
+
 @torch.no_grad()
 def run(model, sample):
     """All tensors the model returns"""
@@ -874,6 +1079,9 @@ def test_accepted_is_what_holds(name):
                 continue  # nothing would be left of a layer
             taken = without(g.graph, g.parts_of(some))
             muted = copy.deepcopy(c.model)
+            for part in g.parts_of(some) if n in c.source else ():
+                if part.out:
+                    zero(muted, g.graph.name_of(part), part.idxs)
             for reader, columns in (readers or {}).items():
                 mute(muted.get_submodule(reader), {i for granule in some for ch in granule for i in columns(ch)})
             told = run(muted, c.sample)
@@ -922,6 +1130,89 @@ def test_all_groups_at_once(seed):
     (taken,), (told,), (base,) = without(groups[0].graph, parts), run(muted, x), run(model.eval(), x)
     assert (told - base).norm() > 1e-3
     torch.testing.assert_close(taken, told, rtol=1e-3, atol=1e-4)
+
+
+# ---- depthwise convolutions with a multiplier, in the networks that have them
+
+
+class MaxNorm(nn.Conv2d):
+    """A convolution whose filters are kept at length one, as EEGNet's authors do after each step"""
+
+    def forward(self, x):
+        """Bounded in place"""
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+        return super().forward(x)
+
+
+def eegnet(depthwise=nn.Conv2d, channels=6, samples=64, classes=4, f1=8, d=2, f2=16):
+    """EEGNet (Lawhern et al. 2018, table 2): temporal filters, `d` spatial ones for each of them, a separable convolution"""
+    layers = [
+        Conv(1, f1, (1, 33), padding=(0, 16), bias=False),
+        nn.BatchNorm2d(f1),
+        depthwise(f1, d * f1, (channels, 1), groups=f1, bias=False),
+        *(nn.BatchNorm2d(d * f1), nn.ELU(), nn.AvgPool2d((1, 4)), nn.Dropout(0.5)),
+        Conv(d * f1, d * f1, (1, 17), padding=(0, 8), groups=d * f1, bias=False),
+        Conv(d * f1, f2, 1, bias=False),
+        *(nn.BatchNorm2d(f2), nn.ELU(), nn.AvgPool2d((1, 8)), nn.Dropout(0.5), nn.Flatten()),
+        Linear(f2 * (samples // 32), classes),
+    ]
+    return nn.Sequential(*layers), noise(3, 1, channels, samples)
+
+
+@pytest.mark.parametrize("depthwise", [nn.Conv2d, MaxNorm])
+def test_eegnet_loses_filters(depthwise):
+    """A temporal filter goes with its two spatial ones: as if they were silenced, in evaluation and in training mode"""
+    torch.manual_seed(0)
+    model, x = eegnet(depthwise)
+    model.eval()(x)
+    for m in model:
+        if isinstance(m, bn_types):
+            m.running_mean.uniform_(-0.2, 0.2)
+            m.running_var.uniform_(0.5, 1.5)
+            m.bias.data.uniform_(-0.3, 0.3)
+    before = fingerprint(model)
+    groups = {g.name: g for g in channel_groups(model, x)}
+    assert changes(before, fingerprint(model)) == []
+    assert {n: (g.members, g.reason is None) for n, g in groups.items()} == {"0": (("0", "2", "7"), True), "8": (("8",), True), "14": (("14",), False)}
+    group = groups["0"]
+    assert group.granules == [[i] for i in range(8)]
+    muted = copy.deepcopy(model)
+    mute(muted[8], [2, 3, 10, 11])
+    (told,) = run(muted, x)
+    torch.testing.assert_close(without(group.graph, group.parts_of([[1], [5]]))[0], told, rtol=1e-4, atol=1e-5)
+    pruner = Pruner(model, {"2": 50, "8": 25}, example_inputs=x)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    model.train()(x).square().mean().backward()
+    optimizer.step()
+    pruner.prune_model(optimizer)
+    assert (model[0].out_channels, model[2].in_channels, model[2].groups, model[2].out_channels, model[7].groups, model[8].out_channels) == (4, 4, 4, 8, 8, 12)
+    optimizer.zero_grad()
+    model.train()(x).square().mean().backward()
+    optimizer.step()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_fastvit_loses_channels():
+    """Between its stages are depthwise convolutions with two filters for a channel; only the output is refused"""
+    torch.manual_seed(0)
+    model, x = timm.create_model("fastvit_t8", pretrained=False, num_classes=3).eval(), image(64)
+    for m in model.modules():
+        if isinstance(m, bn_types):
+            m.running_mean.uniform_(-0.2, 0.2)
+            m.running_var.uniform_(0.5, 1.5)
+    wider = [n for n, m in model.named_modules() if isinstance(m, Conv) and 1 < m.groups == m.in_channels < m.out_channels]
+    assert len(wider) > 5
+    before = fingerprint(model)
+    groups = channel_groups(model, x)
+    assert changes(before, fingerprint(model)) == []
+    reasons = {n: g.reason for g in groups if g.reason for n in g.members}
+    assert set(reasons) == {"head.fc"}, reasons
+    g = next(g for g in groups if wider[0] in g.members)
+    with leave_no_trace(model, weights=()):
+        g.graph.cut(g.parts_of(g.granules[::2]))
+        conv = model.get_submodule(wider[0])
+        assert conv.groups == conv.in_channels and conv.out_channels == 2 * conv.in_channels
+        assert run(model, x)[0].shape == (1, 3)
 
 
 # ---- attention
