@@ -186,6 +186,27 @@ def _one_for_all(node)->list:
     return [i for i in inputs if len(_shape(i)) < -axis or _shape(i)[axis] == 1]
 
 
+# %% ../nbs/06_channels.ipynb #596502a8
+def _end_channels(
+    nodes:list,       # those of operations
+    nothing:Callable, # makes a node where a way ends
+):
+    "Follow channels no further where they end"
+    ends = [(node, o) for node in nodes if takes_all(node) for o in node.outputs]
+    ends += [(i, node) for node in nodes for i in _one_for_all(node)]
+    for before, after in ends:
+        before.outputs = [nothing() if o is after else o for o in before.outputs]
+        after.inputs = [i for i in after.inputs if i is not before]
+
+def _put_before(
+    node,    # of a convolution whose groups go as a whole
+    between, # a node that translates its inputs to outputs
+):
+    "Put a node between another one and its inputs"
+    for i in node.inputs: i.outputs = [between if o is node else o for o in i.outputs]
+    between.inputs, between.outputs, node.inputs = node.inputs, [node], [between]
+
+
 # %% ../nbs/06_channels.ipynb #bcbd21a3
 @cache
 def graph_class()->type:
@@ -212,25 +233,6 @@ def graph_class()->type:
                 for edge in [e for e in between.dependencies if e.target is node]: edge.index_mapping[0] = _ByGroup(n_in, n_out)
                 for edge in [e for e in node.dependencies if e.target is between]: edge.index_mapping[0] = _ByGroup(n_out, n_in)
     return Followed
-
-def _end_channels(
-    nodes:list,       # those of operations
-    nothing:Callable, # makes a node where a way ends
-):
-    "Follow channels no further where they end"
-    ends = [(node, o) for node in nodes if takes_all(node) for o in node.outputs]
-    ends += [(i, node) for node in nodes for i in _one_for_all(node)]
-    for before, after in ends:
-        before.outputs = [nothing() if o is after else o for o in before.outputs]
-        after.inputs = [i for i in after.inputs if i is not before]
-
-def _put_before(
-    node,    # of a convolution whose groups go as a whole
-    between, # a node that translates its inputs to outputs
-):
-    "Put a node between another one and its inputs"
-    for i in node.inputs: i.outputs = [between if o is node else o for o in i.outputs]
-    between.inputs, between.outputs, node.inputs = node.inputs, [node], [between]
 
 
 # %% ../nbs/06_channels.ipynb #1161dcbb

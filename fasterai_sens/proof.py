@@ -53,6 +53,8 @@ def _watch(module:nn.Module, gone:set, seen:list):
         return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
     module.register_forward_pre_hook(look, with_kwargs=True)
 
+
+# %% ../nbs/07_proof.ipynb #130c7e88
 def out_axis(
     module:nn.Module, # one that has channels of its own
     out:Tensor,       # what it returns
@@ -162,6 +164,8 @@ def _apart(x:Tensor, y:Tensor)->bool:
     "Whether two tensors differ in shape or numbers"
     return x.shape != y.shape or differ(x, y)
 
+
+# %% ../nbs/07_proof.ipynb #737da8b8
 @patch
 def _as_zeros(self:Graph, groups:list, parts:list, chance:torch.Generator)->bool:
     "Whether what the model does without channels is what it does if they are zero already where they come from; zeros hide much, so in four trials"
