@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['in_turn', 'check_pct', 'check_bits', 'check_count', 'unknown_name', 'format_table', 'LayerSensitivity', 'plan_basis',
-           'damage', 'SensitivityResult', 'in_bits', 'level_text', 'label', 'write_json', 'read_json', 'revive',
-           'SweepResult', 'LayerTargets', 'BitPlan', 'as_targets', 'Plan']
+           'damage', 'SensitivityResult', 'in_bits', 'level_text', 'label', 'ci_text', 'holds_zero', 'write_json',
+           'read_json', 'revive', 'SweepResult', 'LayerTargets', 'BitPlan', 'as_targets', 'Plan']
 
 # %% ../nbs/01_results.ipynb #df794bab
 import json
@@ -102,9 +102,10 @@ class LayerSensitivity:
     group_members:list=field(default_factory=list) # names of all layers compressed together with this one
     prunable:bool=True       # False: could not be compressed, the reason is in `SensitivityResult.skipped`
     stderr:float|None=None   # standard error of `delta`, from paired per-sample scores
-    ci:tuple|None=None       # 95 % interval of `delta`
+    ci:tuple|None=None       # 95 % interval of `delta`, see `paired_interval`; None where there is none: `no_ci` says why
     objective:float|None=None       # second quantity with this layer compressed, lower is better; None if none was recorded
     objective_delta:float|None=None # its rise over the untouched model
+    no_ci:str|None=None      # why there is no interval; None if there is one, or if the layer was not compressed
     def as_dict(self)->dict:
         "Plain dictionary of all fields"
         return asdict(self)
@@ -199,8 +200,26 @@ def top(self:SensitivityResult,
 # %% ../nbs/01_results.ipynb #0e9677ba
 def _row_text(row:LayerSensitivity, width:int)->str:
     "One line of the summary"
-    pm = "" if row.stderr is None else f" ± {1.96*row.stderr:.4f}"
-    return f"    {label(row):{width}}  {row.layer_type:16} {row.params:>11,}  {row.delta:+.4f}{pm}"
+    return f"    {label(row):{width}}  {row.layer_type:16} {row.params:>11,}  {row.delta:+.4f} {ci_text(row.ci)}".rstrip()
+
+def ci_text(
+    ci:tuple|None, # low, high
+)->str:            # empty if there is none
+    "A 95 % interval in words"
+    return "" if ci is None else f"[{ci[0]:+.4f}, {ci[1]:+.4f}]"
+
+def holds_zero(
+    row:LayerSensitivity, # one measured row
+)->bool:                  # False if there is no interval, or the metric broke
+    "Whether the damage may be nothing, as far as the samples tell"
+    return row.ci is not None and row.ci[0] <= 0 <= row.ci[1]
+
+def _grouped(title:str, pairs:list)->list:
+    "Lines with reasons and the names that they are for"
+    reasons = {}
+    for name, why in pairs: reasons.setdefault(why, []).append(name)
+    named = {why: ", ".join(names[:3]) + (f" and {len(names)-3} more" if len(names) > 3 else "") for why, names in reasons.items()}
+    return [f"\n  {title} ({len(pairs)})", *(f"    {names}: {why}" for why, names in named.items())] if pairs else []
 
 def _baseline_text(res:SensitivityResult)->str:
     "The baseline of the objective, if there is one"
@@ -210,26 +229,23 @@ def _baseline_text(res:SensitivityResult)->str:
 def summary(self:SensitivityResult,
     *, top:int=5, # rows of each kind
 ):
-    "Print the baseline, the most fragile and the most robust layers, and what was skipped"
+    "Print the baseline, the most fragile and the most robust layers with their 95 % intervals, what was skipped, and why there is no interval where there is none"
     width = max((len(label(r)) for r in self.layers), default=0)
     print(f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f}{_baseline_text(self)} | {len(self)} layers{f' in {n} groups' if (n := len({x.group_id or x.name for x in self.layers})) < len(self) else ''}, one at a time")
     if chosen := ", ".join(f"{k} {v}" for k, v in self.settings.items() if v is not None): print(f"  {chosen}")
     for title, most in (("most sensitive (fragile)", True), ("most robust (compressible)", False)):
         print(f"\n  {title}{'':{max(0, width + 31 - len(title))}} delta")
         for r in self.top(top, most_sensitive=most): print(_row_text(r, width))
-    reasons = {}
-    for name, why in self.skipped: reasons.setdefault(why, []).append(name)
-    if reasons: print(f"\n  skipped ({len(self.skipped)})")
-    for why, names in reasons.items(): print(f"    {', '.join(names[:3])}{f' and {len(names)-3} more' if len(names) > 3 else ''}: {why}")
+    no_ci = [(r.name, r.no_ci) for r in self.layers if r.no_ci]
+    for line in (*_grouped("skipped", self.skipped), *_grouped("no 95 % interval", no_ci)): print(line)
 
 # %% ../nbs/01_results.ipynb #7e0219e9
 def _html_row(r:LayerSensitivity, largest:float, objective:bool)->str:
     "One table row, with a bar from green to red"
     share = 1. if not math.isfinite(r.delta) else max(0., min(1., r.delta/largest)) if largest > 0 else 0.
     bar = f'<div style="width:{1+99*share:.0f}px;height:.8em;background:hsl({120*(1-share):.0f},60%,45%)"></div>'
-    ci = "" if r.ci is None else f"[{r.ci[0]:+.4f}, {r.ci[1]:+.4f}]"
     rise = [f"{r.objective_delta:+.4f}"] if objective else []
-    cells = (escape(label(r)), escape(r.layer_type), f"{r.params:,}", f"{r.compressed_metric:.4f}", f"{r.delta:+.4f}", ci, *rise, bar)
+    cells = (escape(label(r)), escape(r.layer_type), f"{r.params:,}", f"{r.compressed_metric:.4f}", f"{r.delta:+.4f}", ci_text(r.ci), *rise, bar)
     return "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
 
 @patch
@@ -319,7 +335,7 @@ def from_json(cls:SensitivityResult,
 def to_dataframe(self:SensitivityResult):
     "A `pandas.DataFrame` with one row a layer, in model order; columns for the objective only if it was recorded"
     import pandas as pd
-    unused = () if any(r.objective is not None for r in self.layers) else ("objective", "objective_delta")
+    unused = ["no_ci"] if any(r.objective is not None for r in self.layers) else ["no_ci", "objective", "objective_delta"]
     return pd.DataFrame([r.as_dict() for r in self.layers], columns=[f.name for f in fields(LayerSensitivity) if f.name not in unused])
 
 @patch
@@ -420,7 +436,7 @@ def _rising(values:list)->list:
 
 def _moved(row:LayerSensitivity, delta:float, rise:float|None, sign:int, base:float|None)->LayerSensitivity:
     "The row with another damage; its metric and objective go with it"
-    if delta != row.delta and math.isfinite(delta): row = replace(row, delta=delta, compressed_metric=row.baseline_metric - sign*delta, stderr=None, ci=None)
+    if delta != row.delta and math.isfinite(delta): row = replace(row, delta=delta, compressed_metric=row.baseline_metric - sign*delta, stderr=None, ci=None, no_ci="the curve was smoothed")
     return row if rise is None or not math.isfinite(rise) else replace(row, objective_delta=rise, objective=row.objective if rise == row.objective_delta else base + rise)
 
 @patch

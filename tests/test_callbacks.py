@@ -24,7 +24,6 @@ from fastai.metrics import F1Score, Perplexity, accuracy, accuracy_multi, error_
 from fastai.optimizer import SGD, Adam, OptimWrapper, RMSProp
 from fastai.torch_core import params, set_seed
 from fastcore.basics import noop
-from scipy.stats import t as student
 from sklearn.datasets import load_digits
 from sklearn.metrics import f1_score
 from torch import nn
@@ -34,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fasterai_sens import LayerTargets, PruneCallback, QuantizeCallback, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback, to_torchao_config
 from fasterai_sens.criteria import criteria, taylor, wanda
 from fasterai_sens.evaluate import learner_eval
+from fasterai_sens.intervals import paired_interval
 from fasterai_sens.layers import all_units, filters_first
 from fasterai_sens.quantize import fake_quantize_weight
 from fasterai_sens.schedules import agp, lin, schedules
@@ -1340,9 +1340,9 @@ def check_samples(res, model, score, sign, *x, level=80):
         each = score(predictions(dropped(model, r.name, level), *x)).double().numpy()
         worse = sign * (base - each)
         stderr = worse.std(ddof=1) / math.sqrt(len(worse))
-        half = student.ppf(0.975, len(worse) - 1) * stderr
+        ci, _ = paired_interval(*((base, each) if sign > 0 else (each, base)))   # tests/test_intervals.py has what that is
         assert r.compressed_metric == pytest.approx(each.mean(), abs=1e-6) and r.delta == pytest.approx(worse.mean(), abs=1e-6)
-        assert r.stderr == pytest.approx(stderr, abs=1e-6) and r.ci == pytest.approx((worse.mean() - half, worse.mean() + half), abs=1e-6)
+        assert r.stderr == pytest.approx(stderr, abs=1e-6) and r.ci == pytest.approx(ci, abs=1e-6)
     assert any(r.delta > 0 for r in res.layers)
 
 

@@ -35,8 +35,8 @@ from fasterai_sens import (
     validate_compression_target,
     wanda,
 )
-from fasterai_sens.degradation import DegradationResult, allowed_points, drop_between, size_point
-from fasterai_sens.evaluate import Score
+from fasterai_sens.degradation import DegradationResult, allowed_points, size_point
+from fasterai_sens.evaluate import Score, compare
 from fasterai_sens.layers import find_units
 from fasterai_sens.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, step_methods
 
@@ -462,10 +462,10 @@ def test_intervals_of_right_and_wrong_cover():
         for _ in range(500):
             fate = rng.choice([-1, 1, 0], n, p=[lost, gained, 1 - lost - gained])
             base, other = np.where(fate == 1, 0., 1.), np.where(fate == -1, 0., 1.)
-            low, high = drop_between(Score(base.mean(), base), Score(other.mean(), other))[2]
+            low, high = compare(Score(base.mean(), base), Score(other.mean(), other))[2]
             held += low <= lost - gained <= high
         assert held/500 > .935
-    low, high = drop_between(Score(.5, np.linspace(0, 1, 50)), Score(.4, np.linspace(0, .8, 50)))[2]   # other scores: as `compare`
+    low, high = compare(Score(.5, np.linspace(0, 1, 50)), Score(.4, np.linspace(0, .8, 50)))[2]
     assert low < .1 < high
 
 
@@ -493,7 +493,7 @@ def test_one_sample_is_no_proof():
     assert right.verdict == "not enough data to tell" and right.ci[1] > .7 and right.more_samples > 100
     for score in (.5, .1, .9):
         other = validate_compression_target(net, torch.tensor([.5]), lambda m, s=score: torch.tensor([s]), .01)
-        assert (other.verdict, other.ci, other.more_samples) == ("not enough data to tell", None, None) and "one sample" in other.advice[0]
+        assert (other.verdict, other.ci, other.more_samples) == ("not enough data to tell", None, None) and "1 sample cannot show" in other.advice[0]
     assert validate_compression_target(net, torch.tensor([.5]), lambda m: torch.tensor([math.nan]), .01).verdict == "fails"
     assert validate_compression_target(net, .9, lambda m: .9, .01)   # one number is not one sample
 

@@ -136,7 +136,7 @@ def measured(*answers, levels=(50,), **kw):
         ([(1.0, None)], TypeError, "NoneType"),
         ([(1.0, "0.5")], TypeError, "str"),
         ([(1.0, (0.5, 0.5))], TypeError, "tuple"),
-        ([(1.0, torch.ones(2, 2))], ValueError, "(2, 2)"),
+        ([(1.0, torch.ones(2, 2, 2))], ValueError, "(2, 2, 2)"),
         ([(1.0, torch.ones(0))], ValueError, "(0,)"),
     ],
 )

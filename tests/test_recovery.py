@@ -33,7 +33,7 @@ from fasterai_sens import (
     taylor,
 )
 from fasterai_sens.criteria import updating_movement
-from fasterai_sens.degradation import changed_ci
+from fasterai_sens.intervals import tango_interval
 from fasterai_sens.prune import model_size
 from fasterai_sens.recovery import scaled_plan
 
@@ -173,7 +173,7 @@ def test_history_by_hand():
         assert [row["metric_before"], row["metric_compressed"], row["metric"]] == pytest.approx([x.mean().item() for x in (before, compressed, tuned)], abs=1e-6)
         assert row["drop"] == pytest.approx(drop.mean().item(), abs=1e-6)
         assert row["stderr"] == pytest.approx(drop.std().item() / 300**0.5, abs=1e-6)
-        assert (row["low"], row["high"]) == pytest.approx(changed_ci(int((drop > 0).sum()), int((drop < 0).sum()), 300))
+        assert (row["low"], row["high"]) == pytest.approx(tango_interval(int((drop > 0).sum()), int((drop < 0).sum()), 300))
         assert n == m == {name: size * pct // 100 for name, size in SIZES.items()}
         assert row["zeros_pct"] == pytest.approx(100 * sum(n.values()) / sum(SIZES.values()))
         assert row["params"] == sum(p.numel() for p in learn.model.parameters()) and row["seconds"] > 0
@@ -276,7 +276,7 @@ def test_unchanged_answers_are_not_certain():
     found = recover(learner(), (0,), epochs=0, max_drop=np.float32(0.1))
     assert type(found.max_drop) is float
     row = found.history[0]
-    assert row["drop"] == 0 and (row["low"], row["high"]) == pytest.approx(changed_ci(0, 0, 300)) and row["high"] > 0.01
+    assert row["drop"] == 0 and (row["low"], row["high"]) == pytest.approx(tango_interval(0, 0, 300)) and row["high"] > 0.01
 
 
 def test_without_a_limit_the_last_stage_stays():
