@@ -29,7 +29,7 @@ class SensitivityAnalyzer:
     def __init__(self,
         model:nn.Module,     # trained model; comes back bit for bit from every call
         sample,              # example input: a tensor, a tuple, or a dict of keyword inputs
-        eval_fn:Callable,    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
+        eval_fn:Callable,    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective)
         *, criteria=large_final, # which weights matter: a `Criterion`, or a function from weight to scores
         higher_is_better:bool=True, # direction of the metric
         metric_name:str="accuracy", # for display
@@ -142,7 +142,7 @@ def _level_list(levels, what:str)->list|None:
 def analyze_sensitivity(
     model:nn.Module,         # trained model; comes back bit for bit
     sample,                  # example input: a tensor, a tuple, or a dict of keyword inputs
-    eval_fn:Callable,        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
+    eval_fn:Callable,        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective)
     compression="sparsity",  # "sparsity", "pruning", "quantization", or a `Perturbation`
     level=None,              # percent, or bits for quantization; None: 50 % or 8 bits
     *, criteria=large_final, # which weights matter

@@ -14,7 +14,7 @@ from numbers import Real
 
 from torch import nn
 
-from .evaluate import FineTuned, Score, as_score, compare
+from .evaluate import FineTuned, Score, as_score, compare, why_no_ci
 from .layers import all_units
 from .results import LayerSensitivity, SensitivityResult, SweepResult
 from .state import Perturbation, forget_casts, keep_values, leave_no_trace
@@ -67,10 +67,11 @@ def rows_of(
 )->list:                   # of `LayerSensitivity`
     "The rows of a result, one for each layer of `unit`; with `prunable=False` if there is no score"
     delta, stderr, ci = (math.nan, None, None) if score is None else compare(base, score, higher_is_better)
+    why = why_no_ci(base, score) if score and ci is None else None
     metric, members = math.nan if score is None else score.value, list(unit.members) if unit.group_id else []
     objective = None if base.objective is None else math.nan if score is None else score.objective
     rise = None if objective is None else objective - base.objective
-    return [LayerSensitivity(u.name, u.layer_type, u.params, base.value, metric, delta, unit.group_id, list(members), score is not None, stderr, ci, objective, rise) for u in unit.layers]
+    return [LayerSensitivity(u.name, u.layer_type, u.params, base.value, metric, delta, unit.group_id, list(members), score is not None, stderr, ci, objective, rise, why) for u in unit.layers]
 
 # %% ../nbs/11_measure.ipynb #da798f23
 def measure(
@@ -130,7 +131,9 @@ def check_baseline(
 )->Score:
     "The score. Raises ValueError if what is used of it is not finite"
     for name, value in ((metric_name, base.value), (objective_name, base.objective)):
-        if name and value is not None and not math.isfinite(value): raise ValueError(f"the {name} of the untouched model is {value}; nothing can be compared with that")
+        if not name or value is None or math.isfinite(value): continue
+        padded = "" if base.sizes is None else "; NaN is no padding: for sequences of several lengths return a list with a 1-D tensor for each"
+        raise ValueError(f"the {name} of the untouched model is {value}; nothing can be compared with that{padded}")
     return base
 
 # %% ../nbs/11_measure.ipynb #ac518f40

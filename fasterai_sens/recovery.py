@@ -24,8 +24,8 @@ from torch import nn
 from .baselines import check_reach, scale_to_mean
 from .callbacks import PruneCallback, SparsifyCallback
 from .criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
-from .degradation import check_drop, drop_between, slack
-from .evaluate import Score, falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
+from .degradation import check_drop, slack
+from .evaluate import Score, compare, falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample, why_no_ci
 from .inputs import FirstBatches
 from .layers import all_units, find_units, target_units
 from .measure import check_baseline, evaluate, ticker
@@ -184,7 +184,7 @@ class RecoveryResult:
     "What each stage cost, what fine-tuning brought back, and where the model was left"
     compression:str        # "sparsity" or "pruning"
     baseline_metric:float  # of the untouched model
-    history:list           # dicts, one for each stage tried: stage, level, metric_before, metric_compressed, metric, drop, stderr, low, high, passed, zeros_pct, params, macs, epochs, seconds
+    history:list           # dicts, one for each stage tried: stage, level, metric_before, metric_compressed, metric, drop, stderr, low, high, no_ci, passed, zeros_pct, params, macs, epochs, seconds
     best:float|None        # the stage at which the model was left, percent; None: no stage is within what is allowed, the model is as it was
     stopped:str|None=None  # why the last stage tried is not the one that the model was left at
     targets:list=field(default_factory=list) # one for each stage asked for: percent for all layers, or `LayerTargets`
@@ -222,6 +222,7 @@ def summary(self:RecoveryResult):
              r["zeros_pct"], r["params"], r["macs"], r["epochs"], r["seconds"]] for r in self.history]
     print(format_table(("%", "before", "compressed", "fine-tuned", "drop", "95 %", "zeros %", "parameters", "MACs", "epochs", "seconds"), rows))
     if self.stopped: print(f"\n{self.stopped}")
+    for why in dict.fromkeys(r["no_ci"] for r in self.history if r.get("no_ci")): print(f"no 95 % interval: {why}")
     for name, why in self.skipped: print(f"skipped {name}: {why}")
 
 @patch
@@ -285,10 +286,10 @@ def check_setting(
 def _row(learn, sample, base:Score, scores:tuple, result, **stage)->dict:
     "What is recorded of a stage, from the scores before it, compressed, and fine-tuned"
     before, compressed, tuned = scores
-    drop, stderr, ci = drop_between(base, tuned, result.higher_is_better)
+    drop, stderr, ci = compare(base, tuned, result.higher_is_better)
     size, found = model_size(learn.model, sample), sparsity_report(find_units(learn.model)[0])
     zeros, weights = (sum(r[k] for r in found) for k in ("zeros", "weights"))
-    return dict(stage, metric_before=before.value, metric_compressed=compressed.value, metric=tuned.value, drop=drop, stderr=stderr, low=ci and ci[0], high=ci and ci[1],
+    return dict(stage, metric_before=before.value, metric_compressed=compressed.value, metric=tuned.value, drop=drop, stderr=stderr, low=ci and ci[0], high=ci and ci[1], no_ci=None if ci else why_no_ci(base, tuned),
                 passed=math.isfinite(drop) and (result.max_drop is None or drop <= result.max_drop + slack), zeros_pct=100*zeros/weights, params=size["params"], macs=size["macs"])
 
 # %% ../nbs/20_recovery.ipynb #b5a1c9b2

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .baselines import Budget, baselines, budget
 from .criteria import bind, check_granularity, large_final, parse_nm
-from .evaluate import Score, check_functions, compare, forget_untouched
+from .evaluate import Score, check_functions, compare, forget_untouched, why_no_ci
 from .inputs import batches, call, check_sample
 from .layers import check_model, check_types, filters_first, target_units
 from .measure import check_baseline, evaluate, ticker, untouched
@@ -193,7 +193,7 @@ class SearchResult:
     predicted_metric:float  # of `eval_fn`, if the damages of the layers, each compressed alone, added up
     measured_metric:float   # of `eval_fn`, with the plan
     evaluations:int         # calls of `eval_fn`
-    ranking:list            # dicts, best first: plan, metric (on the report data), delta, stderr, low, high, search_metric, and one for each of `budgets`
+    ranking:list            # dicts, best first: plan, metric (on the report data), delta, stderr, low, high, no_ci (why there is no interval), search_metric, and one for each of `budgets`
     plans:dict              # name -> `LayerTargets` or `Plan`, those in `ranking`
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of `eval_fn`
@@ -222,6 +222,7 @@ def summary(self:SearchResult):
     text = lambda v: None if v is None else f"{v:.4f}"
     rows = [[r["plan"], text(r["metric"]), text(r["delta"]), "" if r["low"] is None else f"[{r['low']:+.4f}, {r['high']:+.4f}]", text(r["search_metric"]), *(float(r[n]) for n in self.budgets)] for r in self.ranking]
     print(format_table(("plan", "metric", "delta", "95 %", f"{self.metric_name} in search", *("zeros %" if n == "sparsity" else n for n in self.budgets)), rows))
+    for why in dict.fromkeys(r["no_ci"] for r in self.ranking if r.get("no_ci")): print(f"\nno 95 % interval: {why}")
     print(f"\nreturned: {self.plan_name}" + " (it measured better than the searched plan)"*(self.plan_name != "search"))
     print(f"{self.metric_name}: untouched {self.baseline_metric:.4f}, predicted {self.predicted_metric:.4f}, measured {self.measured_metric:.4f}, interaction gap {self.interaction_gap:+.4f}")
 
@@ -360,7 +361,8 @@ def rank_plans(
     rows = []
     for name, score in reported.items():
         delta, stderr, ci = compare(dense, score, higher_is_better)
-        rows.append(dict(plan=name, metric=score.value, delta=delta, stderr=stderr, low=ci and ci[0], high=ci and ci[1], search_metric=scores[name].value, **about[name]))
+        why = None if ci else why_no_ci(dense, score)
+        rows.append(dict(plan=name, metric=score.value, delta=delta, stderr=stderr, low=ci and ci[0], high=ci and ci[1], no_ci=why, search_metric=scores[name].value, **about[name]))
     return sorted(rows, key=lambda r: (r["delta"] if math.isfinite(r["delta"]) else math.inf, r["plan"] != "search"))
 
 def _zeros(masker:Masker, plan:LayerTargets)->float:
