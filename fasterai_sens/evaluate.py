@@ -56,6 +56,7 @@ def _score(out)->Score:
     if a.ndim > 2 or not a.size: raise ValueError(f"{_expected}; got shape {tuple(a.shape)}")
     return Score(float(a.mean()), a) if a.ndim == 1 else _of_sequences(list(a))
 
+# %% ../nbs/09_evaluate.ipynb #f8bca564
 def _values(out)->np.ndarray:
     "What an evaluation returned, as numbers"
     if isinstance(out, bool | str | complex) or not isinstance(out, Real | Tensor | np.ndarray | np.generic):
