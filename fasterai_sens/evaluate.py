@@ -6,7 +6,8 @@
 __all__ = ['lower_words', 'higher_words', 'Score', 'as_score', 'check_functions', 'compare', 'why_no_ci', 'Evaluation',
            'forget_untouched', 'Divergence', 'as_objective', 'evaluation', 'single_scores', 'is_sample_mean',
            'first_metric', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval', 'learner_sample',
-           'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of', 'falls', 'kl_from', 'FineTuned']
+           'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of', 'falls', 'kl_from',
+           'dropped_biases', 'FineTuned']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
 import copy
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from .criteria import GRADIENTS, Criterion, as_criterion
 from .inputs import FirstBatches, batches, call, mapped, to_device
 from .intervals import paired_interval, sequence_scores
+from .layers import all_units
 from .state import casts_not_kept, leave_no_trace
 
 # %% ../nbs/09_evaluate.ipynb #6577e901
@@ -450,6 +452,19 @@ def kl_from(
     with leave_no_trace(model, weights=()): eval_fn(model.eval())   # the first outputs are what the others are compared with
     return eval_fn
 
+# %% ../nbs/09_evaluate.ipynb #caef45d5
+def dropped_biases(
+    model:nn.Module, # any model
+)->dict:             # bias parameter -> bool, True where it stays zero
+    "The biases that are zero where all the weights of their filter are"
+    out = {}
+    for unit in all_units(model)[0]:
+        empty = (unit.filters == 0).flatten(1).all(1)
+        for bias, mine in unit.biases:
+            gone = out.setdefault(bias, torch.zeros_like(bias, dtype=torch.bool))
+            gone[mine] |= empty & (bias.detach()[mine] == 0)
+    return out
+
 # %% ../nbs/09_evaluate.ipynb #03f1fe86
 @dataclass(frozen=True, eq=False)
 class FineTuned:
@@ -463,6 +478,7 @@ class FineTuned:
             try: copied = copy.deepcopy(model).train()
             except RuntimeError as e: raise ValueError(f"FineTuned trains a copy, and this {type(model).__name__} cannot be copied: {e}") from e
             zeros = {p: p.detach() == 0 for p in copied.parameters() if p.dim() > 1 and p.is_floating_point()}   # biases may be zero, and learn
+            zeros |= dropped_biases(copied)
             for p, zero in zeros.items():
                 if zero.any(): _hold(p, zero)
             with casts_not_kept(): self.train(copied)

@@ -31,7 +31,7 @@ from .proof import channel_groups
 from .prune import Pruner, channel_scores, n_gone, n_granules
 from .quantize import Quantized, packed_bytes, plan_options, quantize_model
 from .results import BitPlan, LayerTargets, Plan, SweepResult, check_bits, check_pct, damage, in_turn, plan_basis, read_json, revive, unknown_name, write_json
-from .sparsify import Sparsifier, n_dropped, sparsity_mask
+from .sparsify import Sparsifier, drop_weights, n_dropped, sparsity_mask
 from .state import forget_casts, leave_no_trace
 from .targets import check_bit_sweep, choose, knobs
 
@@ -88,7 +88,7 @@ def __call__(self:Compressor,
     with leave_no_trace(self.model):
         self.prune(plan.pruning)
         for u, pct in target_units(self.model, plan.sparsity).items():
-            if pct: u.weight.data.mul_(sparsity_mask(u, pct, self.granularity, self.criteria))
+            if pct: drop_weights(u, sparsity_mask(u, pct, self.granularity, self.criteria), self.granularity)
         bits = target_units(self.model, plan.quantization)
         rounded = self.rounded or (self.configure(units=list(bits)) if bits else None)   # ranges of activations are those of what is left
         for u, b in bits.items(): rounded(b).change(self.model, u)

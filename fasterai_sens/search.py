@@ -26,7 +26,7 @@ from .inputs import batches, call, check_sample
 from .layers import check_model, check_types, filters_first, target_units
 from .measure import check_baseline, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
-from .sparsify import n_dropped, obstacle, sparsity_report, unit_scores
+from .sparsify import drop_weights, n_dropped, obstacle, sparsity_report, unit_scores
 from .state import forget_casts, keep_values, leave_no_trace
 from .targets import inverse_sensitivity, least_total
 
@@ -91,7 +91,7 @@ class Masker:
     ):
         self.units, self.now = units, [0.]*len(units)
         self.ranks = [drop_order(u, granularity, criteria) for u in units]
-        self.dense = [u.weight.detach().clone() for u in units]
+        self.granularity, self.dense = granularity, [[t.clone() for t in _numbers(u)] for u in units]
     def set(self,
         pcts, # percent of each unit
     ):
@@ -102,8 +102,13 @@ class Masker:
     def _set(self, i:int, pct:float):
         u, rank = self.units[i], self.ranks[i]
         keep = filters_first(u.module, (rank >= n_dropped(rank.numel(), pct)).expand(u.filters.shape))
-        u.weight.data.copy_(torch.where(keep, self.dense[i], 0))
+        for t, dense in zip(_numbers(u), self.dense[i], strict=True): t.copy_(dense)
+        drop_weights(u, keep, self.granularity)
         self.now[i] = pct
+
+def _numbers(unit)->list:
+    "Weight and biases of a unit; of a bias that several weights share, the part that goes with this one"
+    return [unit.weight.data, *(bias.data[mine] for bias, mine in unit.biases)]
 
 # %% ../nbs/15_search.ipynb #73713ea9
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from .prune import channel_scores, n_gone, n_granules
 from .quantize import packed_bytes, plan_bytes, quantize_model
 from .results import LayerTargets, SensitivityResult, SweepResult, check_pct, damage, plan_basis, unknown_name
 from .search import check_search, drop_order, reestimate_norms
-from .sparsify import n_dropped
+from .sparsify import drop_weights, n_dropped
 from .state import forget_casts, leave_no_trace
 from .targets import curve_of
 
@@ -132,7 +132,7 @@ def change(self:SparseSteps,
 ):
     "Set the weights to zero, those that `Sparsifier` would choose"
     for u, k in zip(self.units, self.counts(self.levels(plan)).tolist(), strict=True):
-        if k: u.weight.data.masked_fill_(~filters_first(u.module, (self.ranks[u.name] >= k).expand(u.filters.shape)), 0)
+        if k: drop_weights(u, filters_first(u.module, (self.ranks[u.name] >= k).expand(u.filters.shape)), self.settings["granularity"])
     forget_casts()
 
 # %% ../nbs/16_sizes.ipynb #6e0e181d

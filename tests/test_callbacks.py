@@ -1602,7 +1602,7 @@ def test_an_interrupted_analysis_leaves_the_learner_usable(tmp_path, trained, er
     learn = learner(tmp_path, state=trained)
     model, before, callbacks, numbers = learn.model, structure(learn.model), list(learn.cbs), list(learn.validate())
     with pytest.raises(type(error)):
-        SensitivityAnalyzer.from_learner(learn, fail_at(3, error)).analyze(level=80, verbose=False)
+        SensitivityAnalyzer.from_learner(learn, fail_at(3, error), higher_is_better=True).analyze(level=80, verbose=False)
     assert learn.model is model and structure(model) == before and list(learn.cbs) == callbacks
     assert same(snapshot(model), trained) and list(learn.validate()) == numbers
 

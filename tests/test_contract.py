@@ -155,6 +155,8 @@ def lived_in(kind):
     """A model with a past: gradients, moved statistics, a frozen layer, mixed modes and hooks of every kind"""
     torch.manual_seed(0)
     model, x = (MODELS | PRUNABLE)[kind](), example(kind)
+    for n, p in model.named_parameters():
+        if n.endswith(("in_proj_bias", "out_proj.bias")): nn.init.normal_(p)   # attention begins with zeros
     score(model, x).backward()
     units, _ = all_units(model)
     units[0].weight.grad = None
@@ -321,7 +323,8 @@ def test_acts_on_its_unit_alone(setup, kind):
             check_only_smaller(kind, unit.name, found)
             assert changes(before, fingerprint(model)) == [], unit.name
             continue
-        expected = {f"parameters: {n}" for n in names_of(unit.weight, model)}
+        written = unit.tensors if setup[1].get("granularity") == "filter" else [unit.weight]   # a filter goes with its bias
+        expected = {f"parameters: {n}" for t in written for n in names_of(t, model)}
         if setup[1].get("quant_activations"):
             expected |= {f"hooks: {n}" for n in module_names(unit.modules, model)}
         if setup[0] == "untidy":

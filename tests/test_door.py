@@ -1,4 +1,4 @@
-"""What users hand in, in all its forms: kinds of layers, layers that are quantized already, metrics."""
+"""What users hand in, in all its forms: kinds of layers, layers that are quantized already, metrics; what goes with what."""
 import functools
 import warnings
 
@@ -11,13 +11,17 @@ import torch
 import torch.nn.functional as F
 from fastai.data.core import DataLoaders
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Learner
+from fastai.optimizer import OptimWrapper
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from fasterai_sens import (
+    FineTuned,
     SensitivityAnalyzer,
     Sparsifier,
     SparsifyCallback,
+    allocate,
+    analyze_degradation,
     changes,
     fingerprint,
     gradual_degradation_recovery,
@@ -26,6 +30,8 @@ from fasterai_sens import (
 )
 from fasterai_sens.evaluate import falls, learner_metric
 from fasterai_sens.layers import all_units, find_units
+from fasterai_sens.plans import Compressor
+from fasterai_sens.sparsify import sparsity_report
 
 
 class Small(nn.Module):
@@ -359,3 +365,142 @@ def test_recovery_asks_too():
     with pytest.raises(ValueError, match="higher_is_better="): gradual_degradation_recovery(learn, (20,), metric=metric, verbose=False)
     assert not changes(before, fingerprint(learn.model))
     assert gradual_degradation_recovery(learn, (20,), metric=metric, higher_is_better=True, verbose=False).higher_is_better
+
+
+# Filters go with their bias
+
+def conv1d(n_out, n_in):
+    """Hugging Face's linear layer, with a bias that is not zero"""
+    from transformers.pytorch_utils import Conv1D
+    layer = Conv1D(n_out, n_in)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+def attention(**kwargs):
+    """Attention with a bias that is not zero"""
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, **kwargs)
+    nn.init.normal_(layer.in_proj_bias)
+    return layer
+
+
+with_filters = {   # layer, an input; filters are counted along axis 1 of the output, or the last one
+    "conv": lambda: (nn.Conv2d(4, 8, 3), torch.zeros(1, 4, 5, 5)),
+    "grouped": lambda: (nn.Conv1d(4, 8, 3, groups=2), torch.zeros(1, 4, 5)),
+    "depthwise": lambda: (nn.Conv1d(4, 8, 3, groups=4), torch.zeros(1, 4, 5)),
+    "transposed": lambda: (nn.ConvTranspose2d(4, 8, 3), torch.zeros(1, 4, 5, 5)),
+    "transposed, grouped": lambda: (nn.ConvTranspose1d(4, 8, 3, groups=2), torch.zeros(1, 4, 5)),
+    "linear": lambda: (nn.Linear(4, 8), torch.zeros(1, 4)),
+    "Conv1D": lambda: (conv1d(8, 4), torch.zeros(1, 4)),
+}
+
+
+def dead(layer, x):
+    """Which outputs are 0 for inputs that are not: a filter without bias, but not one with it."""
+    with torch.no_grad(): out = layer(x + torch.randn(x.shape))
+    return (out == 0).transpose(0, 1).flatten(1).all(1)
+
+
+@pytest.mark.parametrize("make", with_filters.values(), ids=with_filters)
+def test_a_dropped_filter_says_nothing(make):
+    """At 50 % half of the outputs are exactly 0 while it is measured, kept sparse, or carried out; smaller blocks leave the bias alone."""
+    torch.manual_seed(0)
+    layer, x = make()
+    model = nn.Sequential(layer)
+    before, seen = fingerprint(model), []
+
+    def score(m):
+        seen.append(int(dead(m[0], x).sum()))
+        return 1.
+
+    SensitivityAnalyzer(model, x, score).analyze(granularity="filter", verbose=False)
+    SensitivityAnalyzer(model, x, score).analyze(granularity="weight", verbose=False)
+    search_targets(model, x, score, 50, granularity="filter", evaluations=20, plans={"mine": {"0": 50}}, verbose=False)
+    analyze_degradation(model, x, score, [60], "sparsity", cost="params", granularity="filter", runs=0, verbose=False)
+    assert not changes(before, fingerprint(model))
+    assert seen[:4] == [0, 4, 0, 0] and max(seen[4:]) >= 4
+    sparsifier = Sparsifier(model, "filter")
+    sparsifier.sparsify_model(50)
+    assert int(dead(layer, x).sum()) == 4 and int((layer.bias == 0).sum()) == 4
+    assert sparsity_report(sparsifier.units)[0]["weights"] == layer.weight.numel() and sparsity_report(sparsifier.units)[0]["percent"] == 50
+    with torch.no_grad(): layer.bias.add_(1)
+    sparsifier.apply_masks()
+    assert int((layer.bias == 0).sum()) == 4
+    sparsifier.remove()
+    with torch.no_grad(): layer.bias.add_(1)
+    sparsifier.apply_masks()
+    assert int((layer.bias == 0).sum()) == 0
+
+
+def test_plans_drop_filters_with_their_bias():
+    """A plan that is tried and one that is carried out are the same model, bias by bias."""
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 6), torch.randint(3, (60,))
+    model = small()
+    sweep = SensitivityAnalyzer(model, x[:1], lambda m: F.cross_entropy(m(x), y, reduction="none"), higher_is_better=False).sweep(
+        levels=[25, 50, 75], granularity="filter", verbose=False)
+    plan = allocate(sweep, "60%", model=model, sample=x[:1])
+    compressor = Compressor(model, x[:1], ("sparsity",), settings=plan.settings)
+    with compressor(plan), torch.no_grad(): tried, biases = model(x), [int((m.bias == 0).sum()) for m in (model.conv, model.fc1, model.fc2)]
+    plan.apply(model)
+    assert sum(biases) > 0 and torch.equal(model(x), tried)
+
+
+@pytest.mark.parametrize("kdim", [None, 6], ids=["in one", "apart"])
+def test_attention_drops_the_bias_of_its_rows(kdim):
+    """Query, key and value share one bias; each weight takes along the part that is added to it."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": attention(kdim=kdim)})
+    before = model.attn.in_proj_bias.detach().clone()
+    sparsifier = Sparsifier(model, "filter")
+    sparsifier.sparsify_model({u.name: 50 for u in sparsifier.units if "out_proj" not in u.name})
+    weights = [model.attn.in_proj_weight] if kdim is None else [getattr(model.attn, f"{n}_proj_weight") for n in "qkv"]
+    gone = torch.cat([(w == 0).all(1) for w in weights])
+    assert int(gone.sum()) == 12 and torch.equal(model.attn.in_proj_bias, before.masked_fill(gone, 0))
+
+
+def test_tied_layers_drop_the_bias_of_those_that_hold_it_the_same_way():
+    """Two layers with one weight lose the same entries of both biases; the one that holds it transposed has other outputs, and keeps its bias."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(dict(a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 6), plain=nn.Linear(6, 6, bias=False)))
+    model.b.weight, model.plain.weight = model.a.weight, model.a.weight
+    model.c.weight = nn.Parameter(model.a.weight.data.t())
+    kept = model.c.bias.detach().clone()
+    Sparsifier(model, "filter").sparsify_model(50)
+    gone = (model.a.weight == 0).all(1)
+    assert int(gone.sum()) == 3 and torch.equal(model.a.bias == 0, gone) and torch.equal(model.b.bias == 0, gone) and torch.equal(model.c.bias, kept)
+
+
+def test_the_bias_of_dropped_filters_stays_zero_in_training():
+    """`SparsifyCallback` with momentum and weight decay: half of the filters are gone with their bias; with weights as blocks biases learn on."""
+    for granularity, zeros in (("filter", 4), ("weight", 0)):
+        learn = learner()
+        learn.model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        learn.opt_func = functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9, weight_decay=.1)
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, .1, cbs=SparsifyCallback({"0": 50}, granularity))
+        layer = learn.model[0]
+        assert int((layer.bias == 0).sum()) == zeros
+        if zeros: assert torch.equal(layer.bias == 0, (layer.weight == 0).all(1))
+
+
+def test_trained_copies_hold_the_bias_of_dropped_filters():
+    """`FineTuned` scores what `SparsifyCallback` would leave: the bias of a filter that is gone does not come back, others learn, also from 0."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(20, 3)
+    nn.init.zeros_(model[1].bias)
+
+    def train(m):
+        opt = torch.optim.Adam(m.parameters(), .1)
+        for _ in range(5):
+            opt.zero_grad()
+            (m(x) - 1).square().mean().backward()
+            opt.step()
+
+    seen = []
+
+    def score(m):
+        seen.append((int((m[0].bias == 0).sum()), int((m[1].bias == 0).sum())))
+        return (m(x) - 1).square().mean(1)
+
+    SensitivityAnalyzer(model, x[:1], FineTuned(train, score), higher_is_better=False).analyze(granularity="filter", layers=["0"], verbose=False)
+    assert seen == [(0, 0), (4, 0)]
