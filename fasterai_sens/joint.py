@@ -21,7 +21,7 @@ from .measure import check_baseline, check_training, evaluate, ticker, untouched
 from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, option_costs, planned, set_up
 from .prune import in_one_ranking, n_granules
 from .results import Plan, check_count, in_turn
-from .search import Meter, Recalibrated, SearchResult, rank_plans
+from .search import Meter, Recalibrated, SearchResult, predicted_from, rank_plans
 from .state import leave_no_trace, methods
 
 # %% ../nbs/16_joint.ipynb #05f15a04
@@ -243,6 +243,6 @@ def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dic
     ranking = rank_plans(scores, reported, whole, (report or meter).sign < 0, {n: p.costs for n, p in plans.items()})
     best = ranking[0]["plan"]
     alone = [meter.score(meter.plan([*[{}]*k, at, *[{}]*(len(levels) - k - 1)])).value for k, at in enumerate((starts | {"search": levels})[best]) if at]
-    plans[best].predicted_metric = dense.value + sum(v - dense.value for v in alone)
+    plans[best].predicted_metric = predicted_from(alone, dense.value, meter.sign)
     return SearchResult(plans[best], best, budgets, dense.value, plans[best].predicted_metric, scores[best].value, meter.n, ranking, plans, about["metric_name"], meter.sign < 0,
                         "report_fn" if report else "eval_fn", about["settings"])

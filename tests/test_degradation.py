@@ -410,6 +410,8 @@ def test_recommendations(up):
     assert curve.knee.size_pct == 60
     other = recommend_compression_target("standard_classification", .5, curve, full_scale=scale)   # measured on other data
     close(other.expected_metric, .47 if up else .53, 1e-9)
+    better = recommend_compression_target("safety_critical", curve=curve_of([0, -.02, .5, .5, .5], up, base=.9 if up else .1), full_scale=scale)   # a gain is noise
+    assert better.point.size_pct == 80 and better.expected_metric == (.9 if up else .1)
     with pytest.raises(ValueError, match="leave it out"): recommend_compression_target(max_drop=.1, curve=curve, higher_is_better=not up)
     with pytest.raises(ValueError, match="baseline is the metric"): recommend_compression_target("safety_critical", float("nan"))
 

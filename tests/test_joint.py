@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchvision.models import MobileNetV2, resnet18
 
-from fasterai_sens import Compressor, SearchResult, SensitivityAnalyzer, changes, evaluation, fingerprint, search_plan
+from fasterai_sens import Compressor, SearchResult, SensitivityAnalyzer, changes, evaluation, fingerprint, search_plan, search_targets
 
 g = torch.Generator().manual_seed(0)
 percent, bits = [25, 50, 75], [8, 4, 3]
@@ -69,6 +69,19 @@ def test_predicted_is_the_sum_of_what_each_layer_does_alone(small):
             alone += float(eval_fn(model).mean())
     assert r.predicted_metric == pytest.approx(alone, rel=1e-5)
     assert r.interaction_gap == pytest.approx(r.measured_metric - alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_gain_is_not_predicted(small, higher):
+    """An eval_fn by which every compression looks better than the untouched model, in both directions."""
+    model, images, _, eval_fn = small
+    liked = (lambda m: eval_fn(m) + .5) if higher else lambda m: .5 - eval_fn(m)   # untouched, it moves by 0
+    sweep = SensitivityAnalyzer(model, images[:1], liked, higher_is_better=higher).sweep("sparsity", [50, 90], verbose=False)
+    r = search_plan(model, images[:1], liked, sweep, "40%", evaluations=6, verbose=False)
+    assert r.predicted_metric == r.plan.predicted_metric == r.baseline_metric == .5
+    assert (r.measured_metric > .5) == higher
+    s = search_targets(model, images[:1], liked, 50, higher_is_better=higher, evaluations=30, verbose=False)
+    assert s.predicted_metric == s.baseline_metric == .5 and (s.measured_metric > .5) == higher
 
 
 def test_report_on_other_data_decides(small):

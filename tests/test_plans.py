@@ -371,7 +371,7 @@ def test_tables_of_what_does_not_add_up():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_predicted_is_what_was_measured(seed):
-    """The choice takes gains for noise; the prediction does not, so that for any plan it is that of the sweep."""
+    """Choice and prediction take gains for noise, and for any plan the prediction is that of the sweep."""
     model, rng = toy(), np.random.default_rng(seed)
     rows = {n: rng.normal(0, .02, 4) for n in ("0", "2", "4")}
     sweep = SweepResult([SensitivityResult("sparsity", level, .9, [LayerSensitivity(n, "Linear", sum(p.numel() for p in model[int(n)].parameters()), .9, .9 - d[i], d[i]) for n, d in rows.items()])
@@ -398,3 +398,21 @@ def test_smaller_steps_where_large_ones_find_no_way(monkeypatch):
     assert compressor.costs(planned(problem.options(picked)), ("params",))["params"] <= budgets["params"] and len(asked) > 2
     limit, asked[:] = .999, []
     assert plans.stepwise(problem, budgets, compressor) is None and len(asked) == 4
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_no_prediction_is_better_than_untouched(higher):
+    """A layer that got better by noise promises nothing, in metric and objective, at measured levels and between them, in one plan and in several."""
+    model, sign = toy(), 1 if higher else -1
+    def swept(method, at):
+        rows = lambda d: [LayerSensitivity(n, "Linear", sum(p.numel() for p in model[int(n)].parameters()), .5, .5 - sign*v, v, objective=.1 + v, objective_delta=v) for n, v in zip(("0", "2", "4"), d, strict=True)]
+        return SweepResult([SensitivityResult(method, level, .5, rows(d), higher_is_better=higher, objective_name="loss", baseline_objective=.1) for level, d in at.items()])
+    sparse, bits = swept("sparsity", {50: (-.1, -.2, -.05), 80: (-.3, .1, -.02)}), swept("quantization", {8: (-.01, -.02, -.03), 4: (-.1, -.2, .2)})
+    assert sparse.predict({"0": 50, "2": 50, "4": 80}) == .5 and sparse.predict({"0": 30, "2": 60}) == pytest.approx(.5 - sign*.1/3)
+    assert sparse.predict({"0": 50, "2": 80}) == pytest.approx(.5 - sign*.1)
+    assert sparse.predict({"0": 80, "2": 50}, "objective") == 0 and sparse.predict({"0": 80, "2": 80}, "objective") == pytest.approx(.1)
+    assert bits.to_bit_plan(model, 8).predicted_metric == .5
+    for by in ("metric", "objective"):
+        for combine in ((), ("sparsity", "quantization")):
+            plan = allocate([sparse, bits], {"bytes": "40%"}, model=model, combine=combine, by=by)
+            assert sign*(.5 - plan.predicted_metric) >= 0 and plan.damage >= 0

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from fractions import Fraction
 from itertools import combinations, product
 
@@ -815,3 +817,18 @@ def test_coupled_rows_stop_together(coupled):
     assert len(calls) == 1 + sum(len(r.ranked) for r in sweep) < 7
     stopped = a.sweep("pruning", [25, 50, 75], early_stop_mode="maximize", early_stop_value=0, verbose=False)
     assert [len(r.ranked) for r in stopped] == [2, 0, 0]
+
+
+def test_the_solver_prints_nothing():
+    """HiGHS writes to C's standard output, below Python's; what Python printed before and prints after is there. Run in a process of its own."""
+    code = """
+import ctypes, sys
+from fasterai_sens.targets import choose, no_output, solve_quietly
+print("before")
+solve_quietly([-1., -1.], integrality=[1, 1], options=dict(disp=True))
+with no_output(): ctypes.CDLL(None).puts(b"from C")
+choose([[0., 1.], [0., 2.]], {"bytes": [[5, 1], [5, 1]]}, {"bytes": 6})
+print("after")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "before\nafter\n" and not done.stderr
