@@ -144,7 +144,7 @@ class Widths:
 
     def _arrays(self):
         "The same in arrays: for each tensor its axes that get shorter, filled up with axes of length 1 that stay"
-        deep, none = max((len(of) for of in self.axes.values()), default=1), len(self.sides)
+        deep, none = max([2, *(len(of) for of in self.axes.values())]), len(self.sides)
         self.length, self.side, self.by = np.ones((len(self.axes), deep)), np.full((len(self.axes), deep), none), np.zeros((len(self.axes), deep))
         for i, (at, of) in enumerate(self.axes.items()):
             for j, (axis, side, by) in enumerate(of): self.length[i, j], self.side[i, j], self.by[i, j] = self.shapes[at][axis], self.sides[side], float(by)
