@@ -1,7 +1,9 @@
 """Plans within budgets: the choice against all choices, costs counted by hand, and models that are what was counted."""
+import importlib.util
 import itertools
 import math
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,7 +82,7 @@ def test_best_of_all_where_savings_add_up(seed, combine):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_close_to_the_best_of_all_with_channels(seed):
-    """Savings of channels overlap; the plan keeps to the budget, and is at most a little worse than the best."""
+    """Savings of channels overlap; beside zeros the plan keeps to the budget, and is at most a little worse than the best."""
     model, rng = toy(), np.random.default_rng(seed)
     sweeps = [made_up(model, "pruning", rng, ["0", "2"]), made_up(model, "sparsity", rng)]
     plan = allocate(sweeps, {"params": f"{rng.integers(45, 80)}%", "flops": f"{rng.integers(45, 80)}%"}, model=model, sample=x)
@@ -416,3 +418,44 @@ def test_no_prediction_is_better_than_untouched(higher):
         for combine in ((), ("sparsity", "quantization")):
             plan = allocate([sparse, bits], {"bytes": "40%"}, model=model, combine=combine, by=by)
             assert sign*(.5 - plan.predicted_metric) >= 0 and plan.damage >= 0
+
+
+def benchmark():
+    """The benchmark of plans for channels, as a module."""
+    spec = importlib.util.spec_from_file_location("benchmark_of_allocate", Path(__file__).parent.parent/"benchmarks"/"allocate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_best_of_all_with_channels(seed):
+    """Five layers of random kinds with five options each: no plan within the multiply-accumulates, the parameters or both has less damage; what it costs is worked out apart from the library."""
+    assert [row["worse"] for row in benchmark().compare(5, 1000 + seed)] == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_near_the_best_of_more_plans_than_are_looked_at(seed, monkeypatch):
+    """Steps and exchanges alone, which is what large networks get."""
+    monkeypatch.setattr(plans, "most_plans", 0)
+    assert max(row["worse"] for row in benchmark().compare(6, 2000 + seed)) < .05
+
+
+def test_channels_are_computed_and_the_plan_is_counted():
+    """Hundreds of plans are compared, and channels are really taken out for the trial and for the answer only; with wrong widths all is counted, and the plan is the same."""
+    model, x, sweep, _, _ = benchmark().problem(5, 3)
+    compressor = Compressor(model, x, ("pruning",))
+    removed, really = [], type(next(iter(compressor.groups.values())).graph).remove
+    def counted(graph, parts):
+        removed.append(len(parts))
+        return really(graph, parts)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(type(next(iter(compressor.groups.values())).graph), "remove", counted)
+        plan = allocate(sweep, "50%", "flops", model=model, sample=x)
+        proof = len(removed)
+        Compressor(model, x, ("pruning",))
+        assert proof - (len(removed) - proof) <= 3   # beyond those of finding the groups
+        m.setattr(plans, "find_widths", lambda *args: (None, set()))
+        slow = allocate(sweep, "50%", "flops", model=model, sample=x)
+    assert slow.costs == plan.costs or slow.damage >= plan.damage
+    with compressor(plan): assert plan.costs == {"flops": count_flops_params(model, x, verbose=False)[0]}
