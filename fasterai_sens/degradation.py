@@ -303,7 +303,7 @@ class CompressionTarget:
     worst_metric:float      # that is still allowed
     task:str|None=None      # what it is for, if it was named
     point:SizePoint|None=None # the size to take; None if there is no curve, or no size on it is within
-    expected_metric:float|None=None # at that size
+    expected_metric:float|None=None # at that size; never better than the untouched model
     expected_ci:tuple|None=None     # its 95 % interval
     advice:str=""           # what to do
     higher_is_better:bool=True # direction of the metric
@@ -332,8 +332,8 @@ def recommend_compression_target(
     target = CompressionTarget(allowed, float(base), base - sign*allowed, task, higher_is_better=up)
     if curve is None: return target
     target.point, target.advice = _smallest(curve, allowed, sure), _advice(curve, allowed, sure)
-    if target.point: target.expected_metric = base - sign*target.point.drop
-    if target.point and target.point.ci: target.expected_ci = tuple(sorted(base - sign*d for d in target.point.ci))
+    if target.point: target.expected_metric = base - sign*max(0., target.point.drop)   # a gain counts as noise
+    if target.point and target.point.ci: target.expected_ci = tuple(sorted(base - sign*max(0., d) for d in target.point.ci))
     return target
 
 # %% ../nbs/17_degradation.ipynb #7b23bcb2

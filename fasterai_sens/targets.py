@@ -4,14 +4,20 @@
 
 # %% auto #0
 __all__ = ['Knob', 'knobs', 'shift_to_mean', 'inverse_sensitivity', 'Curve', 'curve_of', 'hull', 'least_total', 'Options',
-           'as_options', 'least', 'choose', 'bit_options', 'check_bit_target', 'check_bit_sweep']
+           'as_options', 'flush_all', 'no_output', 'solve_quietly', 'least', 'choose', 'bit_options',
+           'check_bit_target', 'check_bit_sweep']
 
 # %% ../nbs/14_targets.ipynb #0e552ed1
+import ctypes
 import math
+import os
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
+from threading import RLock
 
 import numpy as np
 from fastcore.basics import patch
@@ -207,9 +213,9 @@ def _within(curve:Curve, low:float, top:float)->tuple:
 
 # %% ../nbs/14_targets.ipynb #52772ea9
 def _damage_at(rows:dict, level:float, by:str, bits:bool)->float:
-    "Damage of one layer at a level, between the measured ones by straight lines"
-    known = sorted([(32 if bits else 0, 0.), *((x, damage(r, by)) for x, r in rows.items() if x)])
-    if level in rows: return damage(rows[level], by)
+    "Damage of one layer at a level, between the measured ones by straight lines; a gain counts as none"
+    known = sorted([(32 if bits else 0, 0.), *((x, max(0., damage(r, by))) for x, r in rows.items() if x)])
+    if level in rows: return max(0., damage(rows[level], by))
     return float(np.interp(level, *zip(*known, strict=True)))
 
 @patch
@@ -217,7 +223,7 @@ def predict(self:SweepResult,
     plan,        # layer name -> percent or bits; coupled layers have one level
     by="metric", # "metric", or "objective": its rise over the untouched model
 )->float:        # NaN if a layer broke the model; beyond the last level the damage is that of the last
-    "What to expect of the whole model if the damages of its layers added up. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree"
+    "What to expect of the whole model if the damages of its layers added up; a gain counts as noise, so it is never better than untouched. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree"
     bits, at, alias = in_bits(self[0].compression_type), {}, {m: row.name for r in self for row in r.layers for m in row.group_members}
     if getattr(plan, "unit", unit := "bits" if bits else "percent") != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
     for name, level in plan.items():
@@ -251,6 +257,43 @@ def as_options(
         if not np.isfinite(np.concatenate(c)).all() or not math.isfinite(budgets[k]): raise ValueError(f"costs and budget of {k!r} must be finite numbers")
     return Options(np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes]), np.concatenate(damage).astype(float), {k: np.concatenate(c).astype(float) for k, c in costs.items()})
 
+# %% ../nbs/14_targets.ipynb #e9241d72
+_one_at_a_time = RLock()   # standard output belongs to the whole process
+
+def flush_all():
+    "Write out what Python and C have collected for standard output"
+    if sys.stdout is not None and not sys.stdout.closed: sys.stdout.flush()
+    library = "ucrtbase" if os.name == "nt" else None   # None: what the process itself is linked with
+    try: ctypes.CDLL(library).fflush(None)
+    except (OSError, AttributeError): pass   # C's own lines come late, then
+
+@contextmanager
+def no_output():
+    "Inside the block nothing reaches standard output, also not from C"
+    with _one_at_a_time:
+        flush_all()
+        try: kept = os.dup(1)
+        except OSError: kept = None   # there is no standard output
+        if kept is None:
+            yield
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 1)
+            yield
+        finally:
+            flush_all()
+            os.dup2(kept, 1)
+            os.close(kept)
+            os.close(nowhere)
+
+def solve_quietly(
+    *args, **options, # as for `scipy.optimize.milp`
+):                    # its result
+    "`milp` that prints nothing"
+    from scipy.optimize import milp
+    with no_output(): return milp(*args, **options)
+
 # %% ../nbs/14_targets.ipynb #3c10f342
 def least(
     goal:np.ndarray, # what the sum of the choices should be least of, 0 or more, `[n]`
@@ -260,7 +303,7 @@ def least(
     nodes:int|None=None, # stop after so many nodes of the search tree with the best so far; None: go on
 )->np.ndarray|None:  # whether each option is chosen, bool `[n]`; None if no choice meets the limits
     "One option for each unit with the smallest sum of `goal`; between equal ones the mildest"
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, LinearConstraint
     from scipy.sparse import coo_matrix
     one_each = LinearConstraint(coo_matrix((np.ones(len(o.unit)), (o.unit, np.arange(len(o.unit))))).tocsr(), 1, 1)
     c = 1e6*goal/(goal.max() or 1.) + 1e-5*o.rank
@@ -268,7 +311,7 @@ def least(
     within = dict(slack)
     for _ in range(20):
         rows = [LinearConstraint((cost/s)[None], -np.inf, within[k]/s) for k, (cost, _) in limits.items() for s in [(np.abs(cost).max() or 1.)/1e3]]
-        found = milp(c, integrality=np.ones(len(c)), bounds=Bounds(0, 1), constraints=[one_each, *rows], options=dict(mip_rel_gap=gap, presolve=False, node_limit=nodes or 2**30))   # HiGHS prints a line of debugging now and then, with presolve more often
+        found = solve_quietly(c, integrality=np.ones(len(c)), bounds=Bounds(0, 1), constraints=[one_each, *rows], options=dict(mip_rel_gap=gap, presolve=False, node_limit=nodes or 2**30))
         if found.x is None: return None
         chosen = found.x > .5
         over = {k: cost[chosen].sum() - slack[k] for k, (cost, _) in limits.items()}
