@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['path_factor', 'reestimate_norms', 'Recalibrated', 'drop_order', 'Masker', 'Local', 'probe', 'exchange', 'descend',
            'SearchResult', 'Meter', 'classic_plan', 'check_search', 'starting_plans', 'path_start', 'rank_plans',
-           'search_targets']
+           'predicted_from', 'search_targets']
 
 # %% ../nbs/15_search.ipynb #13cd2bb4
 import math
@@ -195,7 +195,7 @@ class SearchResult:
     plan_name:str           # "search", or the name of the plan that measured better
     budgets:dict            # what all plans keep to: "sparsity" -> mean percent over the weights, or cost -> most of it
     baseline_metric:float   # of `eval_fn`, untouched model (recalibrated, if that was asked for)
-    predicted_metric:float  # of `eval_fn`, if the damages of the layers, each compressed alone, added up
+    predicted_metric:float  # of `eval_fn`, if the damages of the layers, each compressed alone, added up; a gain counts as none
     measured_metric:float   # of `eval_fn`, with the plan
     evaluations:int         # calls of `eval_fn`
     ranking:list            # dicts, best first: plan, metric (on the report data), delta, stderr, low, high, no_ci (why there is no interval), search_metric, and one for each of `budgets`
@@ -413,7 +413,16 @@ def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int
 
 def _alone(meter:Meter, plan:LayerTargets, dense:Score)->float:
     "The metric if the damages of the layers, each compressed alone, added up"
-    return dense.value + sum(meter.score(one).value - dense.value for one in np.diag(list(plan.values())) if one.any())
+    return predicted_from([meter.score(one).value for one in np.diag(list(plan.values())) if one.any()], dense.value, meter.sign)
+
+def predicted_from(
+    alone:list, # metric with each layer compressed alone
+    dense:float, # metric of the untouched model
+    sign:int,   # -1 if a higher metric is better, else 1
+)->float:
+    "The metric if what each layer does alone added up; a gain counts as noise, so it is never better than `dense`"
+    losses = [sign*(value - dense) for value in alone]
+    return dense + sign*sum(0. if loss < 0 else loss for loss in losses)   # what is not a number stays so
 
 # %% ../nbs/15_search.ipynb #4a61f6a6
 def search_targets(

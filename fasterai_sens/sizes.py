@@ -38,6 +38,7 @@ from .search import check_search, drop_order, reestimate_norms
 from .sparsify import drop_weights, n_dropped
 from .state import forget_casts, leave_no_trace
 from .targets import curve_of
+from .widths import find_widths
 
 # %% ../nbs/16_sizes.ipynb #13b98fe4
 class Steps:
@@ -66,6 +67,9 @@ class Steps:
     def size(self, plan, cost:str)->int:
         "How large the model is under `plan`"
         raise NotImplementedError
+    def holds(self, plan, cost:str)->bool:
+        "Whether the size is sure; if not, it will be from now on"
+        return True
     def change(self, plan):
         "Carry `plan` out, in place"
         raise NotImplementedError
@@ -148,7 +152,11 @@ class PrunedSteps(Steps):
         if not units: raise ValueError(f"no layer of {type(model).__name__} can lose channels: " + "; ".join(f"{n}: {reason}" for n, reason in list(refused.items())[:3]))
         self.scores = [channel_scores(g, bound) for g in units]
         super().__init__(model, sample, units, [n_granules(g)[0] for g in units], refused)
-        self.settings = dict(criteria=bound.name)
+        self.settings, self.known = dict(criteria=bound.name), {}
+    @cached_property
+    def computer(self)->tuple:
+        "What computes sizes, and which of them it gets right"
+        return find_widths(self.model, self.sample, self.units)
     def counts(self, levels)->np.ndarray:
         "How many sets of channels of each group the levels come to; one stays"
         return np.array([n_gone(n, pct) for n, pct in zip(self.n.tolist(), levels, strict=True)])
@@ -162,15 +170,40 @@ def change(self:PrunedSteps,
     gone = [part for g, score, k in zip(self.units, self.scores, counts, strict=True) if k for part in g.parts_of(pick(g, score, k))]
     if gone: self.units[0].graph.cut(gone)
 
+# %% ../nbs/16_sizes.ipynb #26c754a9
+@patch
+def counted_size(self:PrunedSteps,
+    plan:LayerTargets, # percent
+    cost:str,          # "bytes", "params" or "flops"
+)->int:
+    "The size of the smaller model, made and counted"
+    with leave_no_trace(self.model, weights=()):
+        self.change(plan)
+        return cost_rules[cost](self.model, self.sample)[0]
+
 @patch
 def size(self:PrunedSteps,
     plan:LayerTargets, # percent
     cost:str,          # "bytes", "params" or "flops"
 )->int:
-    "The smaller model, counted"
-    with leave_no_trace(self.model, weights=()):
-        self.change(plan)
-        return cost_rules[cost](self.model, self.sample)[0]
+    "The size of the smaller model: computed from its widths, or counted where that is not known to be right"
+    widths, right = self.computer
+    if cost not in right: return self.counted_size(plan, cost)
+    total = np.zeros((1, len(widths.sides) + 1))
+    for i, k in enumerate(self.counts(self.levels(plan)).tolist()):
+        if (i, k) not in self.known: self.known[i, k] = widths.counts(self.units[i].name, pick(self.units[i], self.scores[i], k))
+        total += self.known[i, k]
+    return round(widths.costs(total, [cost])[cost].item())
+
+@patch
+def holds(self:PrunedSteps,
+    plan:LayerTargets, # percent
+    cost:str,          # "bytes", "params" or "flops"
+)->bool:
+    "Whether the computed size is the counted one; if not, sizes are counted from now on"
+    if cost not in self.computer[1] or self.size(plan, cost) == self.counted_size(plan, cost): return True
+    self.computer = None, set()
+    return False
 
 # %% ../nbs/16_sizes.ipynb #29c52345
 class QuantizedSteps(Steps):
@@ -324,7 +357,8 @@ def fit(
         raise ValueError(f"{math.floor(budget):,} {cost_name(cost)} ({100*budget/dense:.3g} %) is out of reach: down to {least:,} ({pct_up(least, dense)} % of {dense:,}) is possible")
     before, now = counts(i - 1), counts(i)
     m = 1 + bisect_left(range(1, int(np.maximum(now - before, 0).sum())), True, key=lambda m: size(first_steps(before, now, m)) <= budget)
-    return steps.plan(first_steps(before, now, m)), len(tried)
+    plan = steps.plan(first_steps(before, now, m))
+    return (plan, len(tried)) if steps.holds(plan, cost) else fit(steps, counts, cost, budget)
 
 def planner(
     steps:Steps,
