@@ -383,12 +383,16 @@ class SweepResult(Sequence):
 def curve(self:SweepResult,
     name:str, # layer name
 ):
-    "A `pandas.DataFrame` of one layer: level, mildest first -> metric, delta, stderr, and objective, objective_delta if recorded. Raises KeyError for an unknown name"
+    "A `pandas.DataFrame` of one layer: level, mildest first -> metric, delta, stderr, low and high of its 95 % interval if there is one, and objective, objective_delta if recorded. Raises KeyError for an unknown name"
     import pandas as pd
     rows = self.rows(name)
     columns = ["compressed_metric", "delta", "stderr"] + ["objective", "objective_delta"]*any(r.objective is not None for r in rows.values())
     data = [[getattr(r, c) for c in columns] for r in rows.values()]
-    return pd.DataFrame(data, columns=["metric", *columns[1:]], index=pd.Index(rows, name="level"))
+    out = pd.DataFrame(data, columns=["metric", *columns[1:]], index=pd.Index(rows, name="level"))
+    ends = [r.ci or (math.nan, math.nan) for r in rows.values()]
+    if any(r.ci for r in rows.values()):
+        for i, end in enumerate(("low", "high")): out.insert(3 + i, end, [ci[i] for ci in ends])
+    return out
 
 @patch
 def to_dataframe(self:SweepResult):

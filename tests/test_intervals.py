@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -271,6 +272,21 @@ def test_a_language_model_is_judged_by_its_sequences():
     assert kl_from(net, x)(net).shape == (10,)
 
 
+def test_tokens_that_count_one_by_one_are_noticed():
+    """By `evaluation`, which knows how many samples there are; any other vector is taken as it is."""
+    x = torch.randint(0, 6, (5, 8))
+    net, images = nn.Embedding(6, 6), torch.randn(5, 3, 4, 4)
+    flat = evaluation((x, x), lambda p, t: nn.functional.cross_entropy(p.flatten(0, 1), t.flatten(), reduction="none"))
+    with pytest.warns(UserWarning, match="returned 40 scores for 5 samples.*scores.reshape\\(5, -1\\)"): assert flat(net).shape == (40,)
+    pixels = evaluation((images, images), lambda p, t: (p.argmax(1) == t.argmax(1)).flatten())
+    with pytest.warns(UserWarning, match="returned 80 scores for 5 samples"): pixels(nn.Conv2d(3, 3, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for reduce in (lambda s: s.reshape(5, -1), lambda s: s.reshape(5, -1).mean(1), lambda s: s.mean()):
+            evaluation((x, x), lambda p, t, reduce=reduce: reduce((p.argmax(-1) == t).float().flatten()))(net)
+        evaluation((images.mean((2, 3)), images), lambda p, t: p.flatten())(nn.Linear(3, 2))   # two outputs for each sample are no tokens
+
+
 # ---------------------------------------------------------------- everything that has an interval
 
 def small_net():
@@ -294,6 +310,8 @@ def test_all_places_have_it(capsys):
         for r in result.layers:
             flips = round(120*r.delta)   # all were right
             assert r.ci == pytest.approx(tango_interval(flips, 0, 120))
+    curve = SensitivityAnalyzer(net, x[:1], correct).sweep(levels=[3, 90], verbose=False).curve("0")
+    assert list(curve.columns) == ["metric", "delta", "stderr", "low", "high"] and (curve.low[3], curve.high[3]) == nothing
     found = search_targets(net, x[:1], correct, 60, verbose=False)
     for row in found.ranking: assert (row["low"], row["high"]) == pytest.approx(tango_interval(round(120*row["delta"]), 0, 120)) and row["no_ci"] is None
     curve = analyze_degradation(net, x[:1], correct, [90, 50], "sparsity", cost="params", verbose=False, runs=0)
