@@ -469,6 +469,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fasterai_sens.evaluate._tensor': ('evaluate.html#_tensor', 'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate._unreduced': ('evaluate.html#_unreduced', 'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate._values': ('evaluate.html#_values', 'fasterai_sens/evaluate.py'),
+                                        'fasterai_sens.evaluate._warn_of_tokens': ( 'evaluate.html#_warn_of_tokens',
+                                                                                    'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate.as_objective': ('evaluate.html#as_objective', 'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate.as_score': ('evaluate.html#as_score', 'fasterai_sens/evaluate.py'),
                                         'fasterai_sens.evaluate.check_functions': ( 'evaluate.html#check_functions',

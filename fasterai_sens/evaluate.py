@@ -13,6 +13,7 @@ __all__ = ['lower_words', 'higher_words', 'Score', 'as_score', 'check_functions'
 import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -137,10 +138,18 @@ class Evaluation:
         "The metric, or the pair of metric and objective"
         preds, targs = self.run(model)
         score = self.metric(preds, targs)
+        _warn_of_tokens(score, preds)
         return score if self.objective is None else (score, self.objective(preds, targs))
     def new_baseline(self):
         "Forget the untouched model: the next one that is evaluated takes its place"
         forget_untouched(self.objective)
+
+def _warn_of_tokens(score, preds):
+    "Warns if each token counts as a sample"
+    if not isinstance(score, Tensor) or not isinstance(preds, Tensor) or score.dim() != 1 or preds.dim() < 3: return
+    if len(score) > len(preds) and any(len(score)*size == preds.numel() for size in preds.shape[1:]):
+        warnings.warn(f"the metric returned {len(score)} scores for {len(preds)} samples; tokens of one sequence are alike, so intervals from them are too narrow: "
+                      f"return a matrix, such as scores.reshape({len(preds)}, -1)", stacklevel=3)
 
 def forget_untouched(
     eval_fn, # or an objective; anything
