@@ -54,7 +54,7 @@ class Budget:
         pct, # percent of each unit
     )->LayerTargets:
         "A plan from numbers that are within the bounds up to rounding"
-        return LayerTargets({u.name: p for u, p in zip(self.units, np.clip(pct, self.low, self.high).tolist(), strict=True)})
+        return LayerTargets({u.name: p for u, p in zip(self.units, np.clip(pct, self.low, self.high).tolist(), strict=True)}, method="sparsity")
 
 # %% ../nbs/13_baselines.ipynb #fca46385
 def budget(

@@ -182,7 +182,7 @@ def before_train(self:QuantizeCallback):
     if refused and isinstance(self.plan, Mapping): raise ValueError("; ".join(f"{u.name!r} cannot be quantized like this: {why}" for u, why in refused.items()))
     if len(refused) == len(found): raise ValueError(f"no layer can be quantized like this: {next(iter(refused.values()))}")
     self.skipped = [] if isinstance(self.plan, Mapping) else find_units(self.learn.model)[1] + [(u.name, why) for u, why in refused.items()]
-    self.bits = LayerTargets({u.name: bits for u, bits in found.items() if u not in refused}, "bits")
+    self.bits = LayerTargets({u.name: bits for u, bits in found.items() if u not in refused}, "bits", "quantization")
     self.rounding = {u: self.quantized(bits) for u, bits in found.items() if u not in refused}
     for u in self.rounding: self.round_from(u, self.floats.get(u.name))
 

@@ -52,7 +52,7 @@ def split_plan(
     "Divide a plan into what `to_torchao_config` takes and what stays in floating point. Raises KeyError for an unknown name"
     found, skipped = plan_units(model, plan), [] if isinstance(plan, dict) else find_units(model)[1]
     reasons = {u.name: torchao_refusal(model, u, bits, group_size) for u, bits in found.items()}
-    runs = LayerTargets({u.name: bits for u, bits in found.items() if reasons[u.name] is None}, "bits")
+    runs = LayerTargets({u.name: bits for u, bits in found.items() if reasons[u.name] is None}, "bits", "quantization")
     return runs, skipped + [(n, why) for n, why in reasons.items() if why]
 
 # %% ../nbs/13_inference.ipynb #bbb09fd5

@@ -25,7 +25,7 @@ from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_fi
 from .inputs import check_sample
 from .layers import Unit, all_units, find_units
 from .proof import channel_groups
-from .results import LayerTargets, check_count, check_pct, format_table, unknown_name
+from .results import LayerTargets, check_count, check_method, check_pct, format_table, unknown_name
 from .sparsify import n_dropped
 from .state import Perturbation, method
 
@@ -151,11 +151,12 @@ def check_ratios(
     ratio,       # percent, or layer name -> percent
     context:str, # "local" or "global"
 ):               # float, or dict
-    "What is asked, before there is a model. Raises ValueError for a level that makes no sense"
+    "What is asked, before there is a model. Raises ValueError for a level that makes no sense, or targets for another method"
     if context not in ("local", "global"): raise ValueError(f"context is 'local' or 'global'; got {context!r}")
     if not isinstance(ratio, Mapping): return check_ratio(ratio)
     if context == "global": raise ValueError("targets for each layer and one global ranking exclude each other; use context='local'")
     if getattr(ratio, "unit", "percent") != "percent": raise ValueError(f"pruning_ratio is in percent; these targets are in {ratio.unit}")
+    check_method(ratio, "pruning")
     if not ratio: raise ValueError("pruning_ratio is empty: name at least one layer, or give one percentage for all")
     return {n: check_ratio(p, f"target of {n!r}", computed=isinstance(ratio, LayerTargets)) for n, p in ratio.items()}
 

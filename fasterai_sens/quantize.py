@@ -24,7 +24,7 @@ from .grids import asymmetric_grid, fake_quantize, fake_quantize_weight, group_m
 from .inputs import batches, call, mapped
 from .layers import filters_first, find_units, target_units
 from .observers import MinMax, find_observer
-from .results import BitPlan, check_bits
+from .results import BitPlan, check_bits, check_method
 from .state import Perturbation, forget_casts, leave_no_trace, method
 
 # %% ../nbs/05_quantize.ipynb #b10614c5
@@ -218,6 +218,7 @@ def check_plan(
         if not isinstance(plan, Number): raise TypeError(f"a plan is layer name -> bits, or one number of bits for all layers; got {plan!r}")
         return check_bits(plan, "a plan")
     if getattr(plan, "unit", "bits") != "bits": raise ValueError(f"a plan is in bits, a whole number from 2 to 16 for each layer; these targets are in {plan.unit}")
+    check_method(plan, "quantization")
     if not plan: raise ValueError("the plan is empty: name at least one layer, or give one number of bits for all of them")
     return {n: check_bits(bits, f"the plan for {n!r}") for n, bits in plan.items()}
 
