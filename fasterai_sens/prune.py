@@ -104,9 +104,8 @@ class Pruned(Perturbation):
         names = {u.name for u in units}
         return [g for g in channel_groups(model, sample) if names & {u.name for u in g.units}]
     @classmethod
-    def configure(cls, *, model, granularity="weight", criteria=large_final, calibration_data=None, sample=None, **_):
-        "Fetch what the criterion needs, for the groups and their readers. Raises ValueError for a granularity"
-        if granularity not in ("weight", "filter"): raise ValueError(f"pruning takes whole output channels out; leave granularity={granularity!r} away")
+    def configure(cls, *, model, units=(), criteria=large_final, calibration_data=None, sample=None):
+        "Fetch what the criterion needs, for the groups and their readers"
         return partial(cls, criteria=bind(criteria, model, all_units(model)[0], calibration_data, sample))
     @property
     def level(self): return self.pct

@@ -120,11 +120,12 @@ def refusal(self:Quantized, unit):
 
 # %% ../nbs/05_quantize.ipynb #05e34b60
 @patch(cls_method=True)
-def configure(cls:Quantized, *, model, units, quant_per_channel=True, quant_activations=False, quant_group_size=None, quant_ranges="minmax",
-              quant_symmetric=True, calibration_data=None, sample=None, **_):
+def configure(cls:Quantized, *, model, units, quant_per_channel=True, quant_activations=False, quant_group_size=None, quant_ranges=None,
+              quant_symmetric=True, calibration_data=None, sample=None):
     "Observe the activations of all `units`, if they are quantized too. Raises ValueError for an option that makes no sense"
     chosen = cls(per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
-    at, make = find_sides(quant_activations), find_observer(quant_ranges)
+    at, make = find_sides(quant_activations), find_observer("minmax" if quant_ranges is None else quant_ranges)
+    if quant_ranges is not None and not at: raise ValueError(f"quant_ranges={quant_ranges!r} is how ranges of activations are found, and they are not quantized; say quant_activations=True")
     if not at: return lambda bits: replace(chosen, bits=bits)
     data, source = ([sample], "sample") if calibration_data is None else (calibration_data, "calibration_data")
     chosen, seen = replace(chosen, observer=str(make()), observed_on=source), observe_ranges(model, units, data, sample, make, at)
@@ -197,7 +198,7 @@ def plan_options(
     **given, # `quant_per_channel`, `quant_activations`, `quant_group_size`, `quant_ranges`, `quant_symmetric`; None: as the plan was measured
 )->dict:     # the same options, none of them open
     "How a plan is to be carried out. Raises ValueError for an option that contradicts the plan"
-    usual = dict(quant_per_channel=True, quant_activations=False, quant_group_size=None, quant_ranges="minmax", quant_symmetric=True)
+    usual = dict(quant_per_channel=True, quant_activations=False, quant_group_size=None, quant_ranges=None, quant_symmetric=True)
     s = getattr(plan, "settings", {})
     measured = {f"quant_{k}": s[k] for k in ("per_channel", "group_size", "symmetric") if k in s}
     if s.get("activations"): measured |= dict(quant_activations="both" if "and" in s["activations"] else s["activations"], quant_ranges=s["ranges"])

@@ -8,8 +8,28 @@ import torch
 from torch import nn
 
 from fasterai_sens import (
-    BitPlan, LayerTargets, Plan, PruneCallback, Pruner, QuantizeCallback, RecoveryResult, SearchResult, SensitivityAnalyzer, Sparsifier, SparsifyCallback,
-    allocate, analyze_degradation, compress_to_size, erk, global_magnitude, lamp, quantize_model, search_targets, split_plan, to_torchao_config, uniform,
+    BitPlan,
+    LayerTargets,
+    Plan,
+    PruneCallback,
+    Pruner,
+    QuantizeCallback,
+    RecoveryResult,
+    SearchResult,
+    SensitivityAnalyzer,
+    Sparsifier,
+    SparsifyCallback,
+    allocate,
+    analyze_degradation,
+    compress_to_size,
+    erk,
+    global_magnitude,
+    lamp,
+    quantize_model,
+    search_targets,
+    split_plan,
+    to_torchao_config,
+    uniform,
 )
 from fasterai_sens.recovery import stage_targets
 
