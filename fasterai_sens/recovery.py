@@ -31,7 +31,7 @@ from .layers import all_units, find_units, target_units
 from .measure import check_baseline, evaluate, ticker
 from .plot import plot_stages
 from .prune import Pruner, model_size, resolve
-from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_pct, format_table, read_json, revive, write_json
+from .results import LayerTargets, SensitivityResult, SweepResult, check_count, check_method, check_options, check_pct, format_table, read_json, revive, write_json
 from .search import Recalibrated, reestimate_norms
 from .sizes import check_measured
 from .sparsify import Sparsifier, sparsity_report
@@ -45,14 +45,14 @@ def scaled_plan(
     max_pct:float=99, # most for any layer to which the plan gives less
 )->LayerTargets:
     "The plan times one factor, so that it has the mean `mean_pct`. Raises KeyError for an unknown layer, ValueError if that mean is out of reach"
-    units = target_units(model, LayerTargets(plan))
+    units = target_units(model, LayerTargets(plan, "percent"))
     if not units: raise ValueError("the plan is empty: name at least one layer, or leave it out")
     raw, weights = np.array(list(units.values()), float), np.array([u.weight.numel() for u in units], float)
     up, pct = raw > 0, np.zeros(len(raw))
     most = np.where(up, np.maximum(raw, max_pct), 0)
     check_reach(mean_pct, pct, most, weights, (0, 100), f"no layer goes beyond {max_pct:g} %, and those with a target of 0 stay as they are")
     if up.any(): pct[up] = scale_to_mean(raw[up], weights[up], mean_pct*weights.sum()/weights[up].sum(), np.zeros(up.sum()), most[up])
-    return LayerTargets({u.name: float(p) for u, p in zip(units, pct, strict=True)})
+    return LayerTargets({u.name: float(p) for u, p in zip(units, pct, strict=True)}, method=getattr(plan, "method", None))
 
 # %% ../nbs/20_recovery.ipynb #d8983b51
 def stage_targets(
@@ -69,7 +69,8 @@ def stage_targets(
         return [plan.to_layer_targets(model, level, max_pct=99) for level in levels]
     if not isinstance(plan, Mapping): raise TypeError(f"plan maps layer names to percent, or is a SweepResult or SensitivityResult; got {type(plan).__name__}")
     if getattr(plan, "unit", "percent") != "percent": raise ValueError(f"a plan for {compression} is in percent; this one is in {plan.unit}")
-    return [scaled_plan(model, plan, level) for level in levels]
+    check_method(plan, compression)
+    return [LayerTargets(scaled_plan(model, plan, level), method=compression) for level in levels]
 
 # %% ../nbs/20_recovery.ipynb #285837a4
 def remember(
@@ -95,6 +96,7 @@ def fresh_optimizer(
 # %% ../nbs/20_recovery.ipynb #95726ffc
 class SparseStages:
     "Makes the model of a Learner sparse, stage after stage"
+    takes = ("granularity",)   # options of its own
     def __init__(self,
         learn,              # a fastai Learner
         targets:list,       # from `stage_targets`
@@ -124,14 +126,14 @@ class SparseStages:
 # %% ../nbs/20_recovery.ipynb #22dc762a
 class PrunedStages:
     "Takes channels out of the model of a Learner, stage after stage"
+    takes = ()   # options of its own
     def __init__(self,
         learn,              # a fastai Learner
         targets:list,       # from `stage_targets`
         criteria:Criterion, # which channels matter
-        granularity:str,    # "weight" or "filter", which mean nothing here
+        granularity:str,    # means nothing here
         sample,             # one example input
     ):
-        if granularity not in ("weight", "filter"): raise ValueError(f"pruning takes whole output channels out; leave granularity={granularity!r} away")
         if isinstance(learn.opt_func, OptimWrapper): raise ValueError("opt_func of the learner is an optimizer for the parameters it has now, and pruning replaces them; give the learner a function that makes an optimizer")
         self.criteria, self.data = criteria, (FirstBatches(learn.dls.train), sample)
         self.pruner = Pruner(learn.model, targets[-1], criteria=criteria, example_inputs=sample, calibration_data=self.data[0])
@@ -244,7 +246,7 @@ def to_json(self:RecoveryResult,
 def _recovery_result(d:dict)->RecoveryResult:
     "A result from its plain dictionary"
     d = revive(d)
-    return RecoveryResult(**{**d, "targets": [LayerTargets(t) if isinstance(t, dict) else t for t in d["targets"]]})
+    return RecoveryResult(**{**d, "targets": [LayerTargets(t, method=d["compression"]) if isinstance(t, dict) else t for t in d["targets"]]})
 
 @patch(cls_method=True)
 def from_json(cls:RecoveryResult,
@@ -346,7 +348,7 @@ def gradual_degradation_recovery(
     max_drop=None,         # what a fine-tuned stage may lose against the untouched model, in units of the metric; None: anything that is a number
     plan=None,             # layer name -> percent, stretched so that the mean over the layers named is that of each stage, the others stay as they are; or a `SweepResult`, solved for each stage over the layers measured; None: all layers alike
     criteria=large_final,  # which weights or channels matter
-    granularity="weight",  # sparsity: block size, or an n:m pattern
+    granularity=None,      # sparsity: block size, or an n:m pattern; None: "weight"
     dl=None,               # data for the metric; None: the validation set
     recalibrate=None,      # data: batch-norm statistics are estimated anew on it after each fine-tuning, see `reestimate_norms`
     verbose=True,          # show a progress bar
@@ -354,6 +356,8 @@ def gradual_degradation_recovery(
 )->RecoveryResult:
     "Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`. Raises TypeError, ValueError and KeyError; whatever is raised, the last good stage stays"
     name, (levels, epochs) = learner_metric(learn, metric)[0], check_stages(stages, epochs)
+    if granularity is not None and compression in kinds: check_options(["granularity"], kinds[compression].takes, compression, elsewhere={m: of.takes for m, of in kinds.items()})
+    granularity = granularity or "weight"
     c, eval_fn = check_setting(learn, compression, criteria, fit_kwargs.get("cbs")), learner_eval(learn, metric, dl)
     if max_drop is not None: max_drop = check_drop(max_drop)
     settings = dict(criteria=c.name, granularity=granularity)

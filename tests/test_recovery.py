@@ -452,7 +452,7 @@ def test_criteria(compression):
         (dict(plan={"conv1": 50}, compression="pruning", stages=[20, 100]), ValueError, "out of reach"),
         (dict(plan=50), TypeError, "plan maps layer names"),
         (dict(compression="pruning", stages=[1, 50]), ValueError, "there is nothing to prune"),
-        (dict(compression="pruning", granularity="row"), ValueError, "leave granularity='row' away"),
+        (dict(compression="pruning", granularity="row"), TypeError, "pruning takes no option 'granularity'"),
         (dict(granularity="2:4", stages=[50, 60]), ValueError, "2:4 comes to 50 %"),
         (dict(criteria="large_final"), TypeError, "criteria is one of"),
         (dict(cbs=PruneCallback(50)), ValueError, "PruneCallback compresses by a schedule of its own"),
