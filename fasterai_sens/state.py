@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 # %% ../nbs/00_state.ipynb #5739ca29
@@ -184,7 +185,7 @@ def leave_no_trace(
         forget_casts()   # whoever changed weights before may not have done so
         yield model
 
-# %% ../nbs/00_state.ipynb #658632e8
+# %% ../nbs/00_state.ipynb #664c0a82
 offered = "model", "units", "sample", "criteria", "calibration_data"   # to `configure` of every method, which takes of it what it needs
 
 def named(
@@ -203,6 +204,7 @@ def taken(
     if inspect.Parameter.VAR_KEYWORD in kinds: return dict(given)
     return {name: value for name, value in given.items() if name in named(f)}
 
+# %% ../nbs/00_state.ipynb #658632e8
 class Perturbation:
     "A change of one unit of a model, undone at the end of the block: `with perturbation(model, unit): ...`"
     method_name = None   # what users pass as `compression`; set by `method`
@@ -239,13 +241,16 @@ class Perturbation:
     def change(self, model, unit):
         "Compress `unit` of `model` in place; what it writes to is in `unit.tensors`, anything else is undone anyway"
         raise NotImplementedError(f"{type(self).__name__} must say how it changes a unit")
-    @contextmanager
-    def __call__(self, model, unit):
-        "Compress `unit` inside the block, and leave no trace after it"
-        with leave_no_trace(model, unit.tensors):
-            self.change(model, unit)
-            forget_casts()
-            yield model
+
+# %% ../nbs/00_state.ipynb #0d88d324
+@patch
+@contextmanager
+def __call__(self:Perturbation, model, unit):
+    "Compress `unit` inside the block, and leave no trace after it"
+    with leave_no_trace(model, unit.tensors):
+        self.change(model, unit)
+        forget_casts()
+        yield model
 
 # %% ../nbs/00_state.ipynb #2e17b630
 methods = {}
