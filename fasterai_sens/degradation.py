@@ -241,14 +241,14 @@ def analyze_degradation(
     absolute:bool=False,  # sizes are numbers of bytes, parameters or multiply-accumulates
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities, which give each size its own targets
     higher_is_better:bool=True, metric_name:str="accuracy", # direction of the metric, and its name
-    max_pct:float=90,     # most for any layer, if the plan is made from sensitivities
+    max_pct=None,         # most for any layer, if the plan is made from sensitivities in percent; None: 90
     layers=None,          # names of layers to compress; None: all
-    criteria=large_final, granularity="weight", calibration_data=None, # which weights or channels go; block size for sparsity; data for criteria that use it
+    criteria=None, granularity=None, calibration_data=None, # which weights or channels go, None: `large_final`; block size for sparsity, None: "weight"; data for criteria that use it
     recalibrate=None,     # data: batch-norm statistics are estimated anew at each size, see `reestimate_norms`
     runs:int=10,          # forwards to time at each size; 0: none
     verbose:bool=True,    # show a progress bar
 )->DegradationResult:
-    "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer"
+    "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer, TypeError for an option that the method does not take"
     check_count(runs, "runs", least=0)
     check_functions(eval_fn=eval_fn)
     steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
@@ -278,6 +278,7 @@ def allowed_drop(
     "Most that the metric may get worse. Raises ValueError unless exactly one is given and makes sense"
     if sum(v is not None for v in (task, max_drop, max_drop_pct)) != 1: raise ValueError("give one of task, max_drop (in units of the metric) and max_drop_pct (percent of the baseline)")
     if full_scale is not None and (isinstance(full_scale, bool) or not isinstance(full_scale, Real) or not 0 < full_scale < math.inf): raise ValueError(f"full_scale is a number above 0, what 100 points of the metric are; got {full_scale!r}")
+    if full_scale is not None and task is None: raise ValueError("full_scale is what 100 points are, for the drop that a task allows; leave it out")
     if max_drop is not None: return check_drop(max_drop, baseline, higher_is_better, metric_name)
     if max_drop_pct is not None:
         if baseline == 0: raise ValueError("percent of a baseline of 0 is nothing; give max_drop, in units of the metric")

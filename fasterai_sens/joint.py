@@ -201,17 +201,18 @@ def search_plan(
     eval_fn:Callable,  # as the sweeps were measured with, on the data to search with
     sweeps,            # a `SweepResult`, or several: one each of sparsity, pruning and quantization
     budget,            # most that the whole model may cost: a number, or "30%" of the untouched model; or {cost: that} for several at once
-    cost="params",     # "params", "flops" or "bytes"
+    cost=None,         # "params", "flops" or "bytes"; None: "params", or what `budget` says
     *, combine=(), bounds=None, locked=(), by=None, # as in `allocate`
     report_fn:Callable|None=None, # the same on other data, for the ranking; None: `eval_fn`, which flatters the searched plan
     report_higher_is_better:bool|None=None, # direction of `report_fn`; None: that of `eval_fn`
     recalibrate=None,  # data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
     evaluations:int|None=None, # most calls of `eval_fn` while moving; None: enough for six rounds
-    criteria=large_final, # which weights and channels matter, as measured
+    criteria=None,     # which weights and channels matter, as measured; None: `large_final`
     calibration_data=None, # for criteria that use data, and for ranges of activations
     verbose:bool=True, # show a progress bar
 )->SearchResult:       # `plan` is a `Plan`
     "The best of the plans within the budgets, improved by measured exchange. Raises as `allocate` does"
+    if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
     if "latency" in (budget if isinstance(budget, Mapping) else [cost]): raise ValueError("latency cannot be counted, so there is no search within it; allocate plans for it, and flops are near")
     check_functions(eval_fn=eval_fn, report_fn=report_fn or eval_fn)
     check_sample(model, sample)

@@ -31,7 +31,7 @@ from .layers import all_units, by_name, check_model, place, target_units
 from .proof import channel_groups
 from .prune import Pruner, channel_scores, n_gone, n_granules
 from .quantize import Quantized, packed_bytes, plan_options, quantize_model
-from .results import BitPlan, LayerTargets, Plan, SweepResult, check_bits, check_pct, damage, in_turn, plan_basis, read_json, revive, unknown_name, write_json
+from .results import BitPlan, LayerTargets, Plan, SweepResult, check_bits, check_method, check_pct, damage, in_turn, plan_basis, read_json, revive, unknown_name, write_json
 from .sparsify import Sparsifier, drop_weights, n_dropped, sparsity_mask
 from .state import forget_casts, leave_no_trace
 from .targets import check_bit_sweep, choose, knobs
@@ -335,6 +335,7 @@ def check_limits(
     locked = [locked] if isinstance(locked, str) else () if locked is None else locked
     if isinstance(locked, Mapping): raise TypeError(f"locked holds names of layers that are left alone; for levels say bounds={locked!r}")
     bounds = dict.fromkeys(known, bounds) if isinstance(bounds, tuple) else {} if bounds is None else bounds
+    if isinstance(bounds, LayerTargets) and bounds.method not in (None, *methods): check_method(bounds, next(iter(methods)))
     if not isinstance(bounds, Mapping): raise TypeError(f"bounds maps layer names to (low, high), or to method -> (low, high); got {bounds!r}")
     for n, of in {**bounds, **dict.fromkeys(locked)}.items():
         if n not in known: raise unknown_name(n, known, "measured layer")
@@ -426,7 +427,8 @@ def planned(
         zero = {m: 0. for m in choice.methods if m != "quantization"}
         for m, level in (zero | levels).items(): targets[m].update(dict.fromkeys(choice.members, level))
     measured = {k: v for k, v in about.get("settings", {}).get("quantization", {}).items() if k != "bits"}
-    return Plan(LayerTargets(targets["pruning"]), LayerTargets(targets["sparsity"]), BitPlan(targets["quantization"], settings=measured), **about)
+    pruning, sparsity = (LayerTargets(targets[m], method=m) for m in ("pruning", "sparsity"))
+    return Plan(pruning, sparsity, BitPlan(targets["quantization"], settings=measured), **about)
 
 # %% ../nbs/15_plans.ipynb #555c52d3
 class ChannelCosts:
@@ -505,7 +507,8 @@ def check_budgets(
     budget, cost, # as the user gave them
 )->dict:          # cost -> number, or "30%" of the untouched model
     "Budgets by cost. Raises KeyError for an unknown cost, ValueError for a budget that is none"
-    given, out = budget if isinstance(budget, Mapping) else {cost: budget}, {}
+    if isinstance(budget, Mapping) and cost is not None: raise ValueError(f"budget says already what each number is of; leave cost={cost!r} out")
+    given, out = budget if isinstance(budget, Mapping) else {cost or "params": budget}, {}
     if not given: raise ValueError("budget is empty")
     for c, b in given.items():
         if c not in cost_rules: raise KeyError(f"unknown cost {c!r}; costs are params, flops (multiply-accumulates), bytes and latency")
@@ -856,6 +859,8 @@ def set_up(
 )->tuple: # `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans have in common
     "Everything to plan with. Raises as `allocate` does"
     sweeps, by = by_method(sweeps, by)
+    if criteria is None: criteria = large_final
+    elif not {"sparsity", "pruning"} & sweeps.keys(): raise TypeError("quantization takes no criteria: nothing is ranked")
     budgets, pairs = check_budgets(budget, cost), check_pairs(combine, sweeps)
     compressor, table = prepare(sweeps, tuple(budgets), model, sample, table, criteria, data)
     if missing := [n for n in budgets if n not in table.whole]: raise ValueError(f"the table has no {missing[0]}; it has {', '.join(table.whole)}")
@@ -869,7 +874,7 @@ def set_up(
 def allocate(
     sweeps,        # a `SweepResult`, or several: one each of sparsity, pruning and quantization, measured with the same `eval_fn`
     budget,        # most that the whole model may cost: a number, or "30%" of the untouched model; or {cost: that} for several at once
-    cost="params", # "params", "flops", "bytes" or "latency" (seconds for the sample)
+    cost=None,     # "params", "flops", "bytes" or "latency" (seconds for the sample); None: "params", or what `budget` says
     *, model=None, # that was measured; comes back untouched. None: `table` says it all, without pruning
     sample=None,   # one example input
     combine=(),    # pairs of methods that may meet in one layer, such as ("sparsity", "quantization"); their damages are taken to add up
@@ -877,7 +882,7 @@ def allocate(
     locked=(),     # names of layers that are left alone
     by=None,       # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
     table=None,    # from `cost_table`; None: count now
-    criteria=large_final, # which weights and channels matter, as measured
+    criteria=None, # which weights and channels matter, as measured; None: `large_final`
     calibration_data=None, # for criteria that use data
 )->Plan:           # with predicted damage and metric, and what it costs
     "One measured level for each layer: least total damage within all budgets (multiple-choice knapsack, Sinha and Zoltners 1979). The best there is for zeros and bits (over 2000 options: as good as 100 nodes of the search tree find), and for channels alone within params, flops or bytes where there are at most 2**20 plans; with more plans, channels beside other methods, or latency, the best that was found. A gain, or less damage than at a milder level, counts as noise. Raises ValueError, with what is reachable, if there is none, KeyError for an unknown name"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from .evaluate import Score, check_functions, compare, forget_untouched, why_no_
 from .inputs import batches, call, check_sample
 from .layers import check_model, check_types, filters_first, target_units
 from .measure import check_baseline, evaluate, ticker, untouched
-from .results import LayerTargets, Plan, check_count, format_table, read_json, revive, write_json
+from .results import LayerTargets, Plan, check_count, check_method, format_table, read_json, revive, write_json
 from .sparsify import drop_weights, n_dropped, obstacle, sparsity_report, unit_scores
 from .state import forget_casts, keep_values, leave_no_trace
 from .targets import inverse_sensitivity, least_total
@@ -243,7 +244,7 @@ def to_json(self:SearchResult,
 def _search_result(d:dict)->SearchResult:
     "A result from its plain dictionary"
     d = revive(d)
-    of = LayerTargets if "sparsity" in d["budgets"] else Plan.from_dict
+    of = partial(LayerTargets, method="sparsity") if "sparsity" in d["budgets"] else Plan.from_dict
     return SearchResult(**{**d, "plan": of(d["plan"]), "plans": {n: of(p) for n, p in d["plans"].items()}})
 
 @patch(cls_method=True)
@@ -332,9 +333,10 @@ def starting_plans(
     out, names = {n: f(model, b.target, **options) for n, f in baselines.items()}, {u.name for u in b.units}
     for name, plan in plans.items():
         if name in (*out, "classic", "search"): raise ValueError(f"there is a plan called {name!r} already; give it another name")
-        levels = {u.name: pct for u, pct in target_units(model, LayerTargets(plan)).items()}
+        check_method(plan, "sparsity")
+        levels = {u.name: pct for u, pct in target_units(model, LayerTargets(plan, "percent")).items()}
         if levels.keys() != names: raise ValueError(f"plan {name!r} is for other layers: {', '.join(sorted(names ^ levels.keys())[:3])}")
-        out[name] = LayerTargets({u.name: levels[u.name] for u in b.units})
+        out[name] = LayerTargets({u.name: levels[u.name] for u in b.units}, method="sparsity")
         pcts = np.array(list(out[name].values()))
         if abs(out[name].mean(model) - b.target) > 1e-6: raise ValueError(f"plan {name!r} comes to {out[name].mean(model):.8g} %, the target is {b.target:g} %")
         if (pcts < b.low - 1e-9).any() or (pcts > b.high + 1e-9).any(): raise ValueError(f"plan {name!r} is outside min_pct, max_pct or locked")
@@ -444,6 +446,7 @@ def search_targets(
 )->SearchResult:
     "The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
     if layer_types is not None: layer_types = check_types(layer_types)
+    if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
     options = dict(layers=layers, layer_types=layer_types, locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)

@@ -33,10 +33,10 @@ from .plans import cost_rules
 from .proof import channel_groups
 from .prune import channel_scores, n_gone, n_granules
 from .quantize import packed_bytes, plan_bytes, quantize_model
-from .results import LayerTargets, SensitivityResult, SweepResult, check_pct, damage, plan_basis, unknown_name
+from .results import LayerTargets, SensitivityResult, SweepResult, check_method, check_options, check_pct, damage, plan_basis, unknown_name
 from .search import check_search, drop_order, reestimate_norms
 from .sparsify import drop_weights, n_dropped
-from .state import forget_casts, leave_no_trace
+from .state import forget_casts, leave_no_trace, named
 from .targets import curve_of
 from .widths import find_widths
 
@@ -57,7 +57,7 @@ class Steps:
         return np.array([n_dropped(n, pct) for n, pct in zip(self.n.tolist(), levels, strict=True)])
     def plan(self, counts)->LayerTargets:
         "The plan of so many steps; what stays as it is is not in it"
-        return LayerTargets({layer.name: 100*k/n for u, k, n in zip(self.units, counts.tolist(), self.n.tolist(), strict=True) if k for layer in u.layers})
+        return LayerTargets({layer.name: 100*k/n for u, k, n in zip(self.units, counts.tolist(), self.n.tolist(), strict=True) if k for layer in u.layers}, method=self.compression)
     def uniform(self, share:float)->np.ndarray:
         "Levels of all units, alike, `share` of the way to the harshest"
         return np.full(len(self.units), 100*share)
@@ -82,6 +82,7 @@ def levels(self:Steps,
     "A plan as numbers, one a unit. Raises KeyError for an unknown layer, ValueError for levels that make no sense or layers that cannot be compressed"
     unit = getattr(plan, "unit", self.plan_unit)
     if unit != self.plan_unit: raise ValueError(f"the plan is in {unit}; this method takes {self.plan_unit}")
+    check_method(plan, self.compression)
     at, mine = {u.name: level for u, level in target_units(self.model, LayerTargets(plan, unit)).items()}, {layer.name for u in self.units for layer in u.layers}
     for n, level in at.items():
         if level != self.as_is and n not in mine: raise ValueError(f"{n} cannot be compressed: {self.refused.get(n, 'it is not among the layers that were named')}")
@@ -97,7 +98,7 @@ def _one_level(self:Steps, found:list, unit)->float:
 class SparseSteps(Steps):
     "Weights set to zero, block by block"
     compression = "sparsity"
-    def __init__(self, model, sample, layers=None, *, criteria=large_final, granularity="weight", calibration_data=None, **_):
+    def __init__(self, model, sample, layers=None, *, criteria=large_final, granularity="weight", calibration_data=None):
         units = [u for u in find_units(model, layers)[0] if u.weight.numel()]
         bound = bind(criteria, model, units, calibration_data, sample)
         check_search(units, granularity, bound, {})
@@ -143,8 +144,7 @@ def change(self:SparseSteps,
 class PrunedSteps(Steps):
     "Channels taken out, with all that hangs on them"
     compression = "pruning"
-    def __init__(self, model, sample, layers=None, *, criteria=large_final, granularity="weight", calibration_data=None, **_):
-        if granularity not in ("weight", "filter"): raise ValueError(f"pruning takes whole output channels out; leave granularity={granularity!r} away")
+    def __init__(self, model, sample, layers=None, *, criteria=large_final, calibration_data=None):
         wanted, bound = {u.name for u in find_units(model, layers)[0]}, bind(criteria, model, all_units(model)[0], calibration_data, sample)
         groups = [g for g in channel_groups(model, sample) if wanted & {u.name for u in g.units}]
         why = {g.name: g.reason or next(filter(None, map(bound.missing, g.units)), None) for g in groups}
@@ -209,7 +209,7 @@ def holds(self:PrunedSteps,
 class QuantizedSteps(Steps):
     "Weights in fewer bits, layer by layer"
     compression, plan_unit, as_is, costs = "quantization", "bits", 17., ("bytes",)
-    def __init__(self, model, sample, layers=None, *, calibration_data=None, **_):
+    def __init__(self, model, sample, layers=None, *, calibration_data=None):
         units, _ = find_units(model, layers)
         self.calibration_data = calibration_data
         self.bits = [[b for b in range(16, 1, -1) if packed_bytes(u, b) < u.weight.numel()*u.weight.element_size()] for u in units]
@@ -221,7 +221,7 @@ class QuantizedSteps(Steps):
         if odd: raise ValueError(f"the plan was measured with {', '.join(f'{k}={v!r}' for k, v in odd.items())}, which it would lose if it were scaled; pass the sweep that it is from, or dict(plan)")
         return super().levels(plan)
     def counts(self, levels)->np.ndarray: return np.array([sum(b >= level for b in bits) for bits, level in zip(self.bits, levels, strict=True)])
-    def plan(self, counts)->LayerTargets: return LayerTargets({u.name: bits[k-1] for u, bits, k in zip(self.units, self.bits, counts.tolist(), strict=True) if k}, "bits")
+    def plan(self, counts)->LayerTargets: return LayerTargets({u.name: bits[k-1] for u, bits, k in zip(self.units, self.bits, counts.tolist(), strict=True) if k}, "bits", "quantization")
     def uniform(self, share:float)->np.ndarray: return np.full(len(self.units), 17 - 15*share)
     def scaled(self, levels, share:float)->np.ndarray: return np.where(levels < 17, levels + 15*(1 - 2*share), 17)
     def size(self, plan, cost:str="bytes")->int:
@@ -247,14 +247,17 @@ def find_steps(
     compression:str,   # a name in `step_methods`
     cost:str,          # "bytes", "params" or "flops"
     layers=None,       # names of layers; None: all
-    **options,         # criteria, granularity, calibration_data
+    **options,         # criteria, granularity, calibration_data; None: not given
 )->Steps:
-    "The steps of one method. Raises ValueError for an unknown method or a cost it does not change"
+    "The steps of one method. Raises ValueError for an unknown method or a cost it does not change, TypeError for an option that the method does not take"
     check_sample(check_model(model), sample)
     if not isinstance(compression, str) or compression not in step_methods: raise ValueError(unknown_name(compression, step_methods, "compression").args[0])
     costs = step_methods[compression].costs
     if cost not in costs: raise ValueError(f"cost is {', '.join(map(repr, costs))} for {compression}; got {cost!r}" + "; multiply-accumulates are 'flops'"*(cost == "macs" and "flops" in costs))
-    return step_methods[compression](model, sample, layers, **options)
+    given = {k: v for k, v in options.items() if v is not None}
+    takes = {m: named(c.__init__)[4:] for m, c in step_methods.items()}   # without self, model, sample and layers
+    check_options(given, takes[compression], compression, elsewhere=takes)
+    return step_methods[compression](model, sample, layers, **given)
 
 # %% ../nbs/16_sizes.ipynb #6bac2d0e
 def furthest(
@@ -364,19 +367,21 @@ def planner(
     steps:Steps,
     cost:str,         # "bytes", "params" or "flops"
     plan=None,        # as for `find_path`
-    max_pct:float=90, # as for `find_path`
+    max_pct=None,     # as for `find_path`; None: 90
 )->Callable:          # budget -> plan, number of sizes that were looked at
     "What makes a plan for each budget. Raises ValueError as `check_measured`, TypeError as `find_path` does"
     dense, measured = steps.size({}, cost), isinstance(plan, SensitivityResult | SweepResult)
+    if max_pct is not None and not (measured and steps.plan_unit == "percent"):
+        raise ValueError(f"max_pct is for plans in percent that are made from sensitivities; leave max_pct={max_pct!r} out")
     if measured:
         check_measured(plan, steps.compression, steps.settings)
         plan = measured_of(plan, steps)
     if measured and steps.plan_unit == "bits": find = lambda budget: (plan.to_bit_plan(steps.model, target_bytes=budget), 1)
     else:
-        path = find_path(steps, plan, max_pct)
+        path = find_path(steps, plan, 90 if max_pct is None else max_pct)
         counts = cache(lambda i: steps.counts(path(i/fine)))
         find = lambda budget: fit(steps, counts, cost, budget)
-    return lambda budget: (LayerTargets({}, steps.plan_unit), 0) if dense <= budget else find(budget)
+    return lambda budget: (LayerTargets({}, steps.plan_unit, steps.compression), 0) if dense <= budget else find(budget)
 
 # %% ../nbs/16_sizes.ipynb #b9bfd457
 def check_size(
@@ -435,14 +440,14 @@ def compress_to_size(
     *, cost="bytes",      # what size is counted in: "bytes" (as stored, sparse weights with a bit mask, rounded ones packed), "params" (pruning: all parameters; sparsity: without zero weights) or "flops" (multiply-accumulates)
     absolute:bool=False,  # `size` is the number of bytes, parameters or multiply-accumulates itself
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities (`SensitivityResult`, `SweepResult`)
-    max_pct:float=90,     # most for any layer, if the plan is made from sensitivities
+    max_pct=None,         # most for any layer, if the plan is made from sensitivities in percent; None: 90
     layers=None,          # names of layers to compress; None: all
-    criteria=large_final, # which weights or channels go
-    granularity="weight", # sparsity: block size
+    criteria=None,        # sparsity and pruning: which weights or channels go; None: `large_final`
+    granularity=None,     # sparsity: block size; None: "weight"
     calibration_data=None, # for criteria that use data
     recalibrate=None,     # data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
 )->Compressed:            # with the smaller `model`
-    "A compressed copy just within a budget, counted as packed where weights are sparse or rounded. Raises ValueError with what is possible if it cannot be reached, KeyError for an unknown layer"
+    "A compressed copy just within a budget, counted as packed where weights are sparse or rounded. Raises ValueError with what is possible if it cannot be reached, KeyError for an unknown layer, TypeError for an option that the method does not take"
     steps = find_steps(copy.deepcopy(check_model(model)), sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
     budget = check_size(size, steps.size({}, cost), absolute)
     found, tries = planner(steps, cost, plan, max_pct)(budget)
@@ -457,7 +462,7 @@ def compress_with_layer_sensitivity(
     *, min_pct=0, max_pct=90, # least and most for any layer, percent
     gamma=None,           # for one level: larger spreads the targets further; None: as in `to_layer_targets`
     by=None,              # damage to the "metric" or the "objective"; None: the objective if it was recorded
-    criteria=large_final, granularity="weight", calibration_data=None, recalibrate=None, # as in `compress_to_size`
+    criteria=None, granularity=None, calibration_data=None, recalibrate=None, # as in `compress_to_size`
 )->Compressed:            # with the smaller `model`, its size in bytes
     "A compressed copy, with less compression for the more sensitive layers. Raises ValueError as `to_layer_targets` and `check_measured` do"
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")

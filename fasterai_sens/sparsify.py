@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final, parse_nm
 from .layers import Unit, filters_first, find_units, target_units
-from .results import LayerTargets, check_pct, format_table
+from .results import LayerTargets, check_method, check_pct, format_table
 from .state import Perturbation, forget_casts, method
 
 # %% ../nbs/04_sparsify.ipynb #396ab18d
@@ -133,11 +133,11 @@ class Sparse(Perturbation):
         object.__setattr__(self, "pct", pct)
         object.__setattr__(self, "criteria", as_criterion(self.criteria))
     @classmethod
-    def configure(cls, *, model, units, granularity="weight", criteria=large_final, calibration_data=None, sample=None, **_):
+    def configure(cls, *, model, units, granularity="weight", criteria=large_final, calibration_data=None, sample=None):
         "Fetch what the criterion needs, for all `units`"
         return partial(cls, granularity=check_granularity(granularity), criteria=bind(criteria, model, units, calibration_data, sample))
     @classmethod
-    def default_levels(cls, *, granularity="weight", **_): return (None,) if parse_nm(granularity) else super().default_levels()
+    def default_levels(cls, *, granularity="weight"): return (None,) if parse_nm(granularity) else super().default_levels()
     @property
     def level(self): return self.pct
     @property
@@ -173,12 +173,14 @@ def check_sparsity(
     granularity:str, # block size, or an n:m pattern
     context:str,     # "local" or "global"
 ):                   # float, or `LayerTargets`
-    "What is asked of a model, before there is one. Raises ValueError for a level that makes no sense"
+    "What is asked of a model, before there is one. Raises ValueError for a level that makes no sense, or targets for another method"
     if not isinstance(sparsity, Mapping): return full_level(check_pct(sparsity, "sparsity"), granularity)
     if context == "global": raise ValueError("targets for each layer and one global ranking exclude each other; use context='local'")
     unit, computed = getattr(sparsity, "unit", "percent"), isinstance(sparsity, LayerTargets)
     if unit != "percent": raise ValueError(f"sparsity is in percent; these targets are in {unit}")
-    return LayerTargets({n: full_level(check_pct(p, f"target of {n!r}", computed=computed), granularity) for n, p in sparsity.items()})
+    check_method(sparsity, "sparsity")
+    levels = {n: full_level(check_pct(p, f"target of {n!r}", computed=computed), granularity) for n, p in sparsity.items()}
+    return LayerTargets(levels, method="sparsity")
 
 # %% ../nbs/04_sparsify.ipynb #874a2431
 class Sparsifier:

@@ -25,7 +25,7 @@ from fastcore.basics import patch
 from .baselines import check_bounds, check_reach
 from .layers import all_units, by_name, target_units
 from .quantize import packed_bytes, plan_bytes
-from .results import BitPlan, LayerTargets, SensitivityResult, SweepResult, check_bits, check_pct, damage, in_bits, plan_basis, unknown_name
+from .results import BitPlan, LayerTargets, SensitivityResult, SweepResult, check_bits, check_method, check_pct, damage, in_bits, plan_basis, unknown_name
 
 # %% ../nbs/14_targets.ipynb #f7ad1cf8
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ def to_layer_targets(self:SensitivityResult,
     lost = [n for k in ks if not math.isfinite(k.delta) for n in k.names]
     check_reach(target, np.full(len(ks), low), top, weights, (low, high), f"{', '.join(lost[:3])} must stay at min_pct, the metric broke there" if lost else "rounding")
     pct = inverse_sensitivity([k.delta for k in ks], weights, target, low, high, gamma)
-    return _in_order(self.layers, zip((k.names for k in ks), pct, strict=True))
+    return _in_order(self.layers, zip((k.names for k in ks), pct, strict=True), self.compression_type)
 
 SensitivityResult.to_schedule = SensitivityResult.to_layer_targets
 
 # %% ../nbs/14_targets.ipynb #cde40816
-def _in_order(rows:list, pcts)->LayerTargets:
+def _in_order(rows:list, pcts, method:str)->LayerTargets:
     "Targets in the order of the rows, from pairs of names and percent"
     found = {n: float(p) for names, p in pcts for n in names}
-    return LayerTargets({r.name: found[r.name] for r in rows if r.name in found})
+    return LayerTargets({r.name: found[r.name] for r in rows if r.name in found}, method=method)
 
 def _scaled(deltas:list)->np.ndarray:
     "Damages on a scale from 0 (most robust) to 1 (most sensitive); negative ones are noise around 0"
@@ -157,7 +157,7 @@ def to_layer_targets(self:SweepResult,
     if by == "objective": pct = least_total([_within(c, low, t) for c, t in zip(curves, top, strict=True)], weights, target)
     else: pct = _common_tolerance(curves, weights, target, low, top)
     first = {row.name: row for r in self for row in r.layers}
-    return _in_order([first[n] for n in self.names], zip(ks, pct, strict=True))
+    return _in_order([first[n] for n in self.names], zip(ks, pct, strict=True), self[0].compression_type)
 
 # %% ../nbs/14_targets.ipynb #58f9254b
 def _common_tolerance(curves:list, weights:np.ndarray, target:float, low:float, top:np.ndarray)->np.ndarray:
@@ -226,6 +226,7 @@ def predict(self:SweepResult,
     "What to expect of the whole model if the damages of its layers added up; a gain counts as noise, so it is never better than untouched. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree"
     bits, at, alias = in_bits(self[0].compression_type), {}, {m: row.name for r in self for row in r.layers for m in row.group_members}
     if getattr(plan, "unit", unit := "bits" if bits else "percent") != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
+    check_method(plan, self[0].compression_type)
     for name, level in plan.items():
         rows = self.rows(name if name in self.names else alias.get(name, name))   # a tied layer has one row
         if not rows and not level: continue
@@ -434,6 +435,7 @@ def _measured_units(sweep:SweepResult, model)->dict:
 def _locked(units:dict, model, locked)->dict:
     "Bits of locked layers under the names of the sweep"
     if not isinstance(locked, Mapping): raise TypeError(f"locked is a dictionary of layer names and bits; got {type(locked).__name__}")
+    check_method(locked, "quantization")
     chosen, names = target_units(model, {n: check_bits(b, f"locked[{n!r}]") for n, b in locked.items()}), {id(u.weight): n for n, u in units.items()}
     for u in chosen:
         if id(u.weight) not in names: raise unknown_name(u.name, units, "measured layer")
