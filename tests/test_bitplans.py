@@ -3,6 +3,7 @@ import copy
 import gc
 import logging
 import math
+import warnings
 from functools import partial
 from itertools import product
 
@@ -32,7 +33,7 @@ from fasterai_sens.grids import fake_quantize_weight
 from fasterai_sens.layers import all_units
 from fasterai_sens.observers import Percentile
 from fasterai_sens.quantize import packed_bytes, plan_bytes
-from fasterai_sens.state import changes, fingerprint
+from fasterai_sens.state import changes, fingerprint, leave_no_trace
 from fasterai_sens.targets import choose
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -444,16 +445,64 @@ def test_moved_while_in_force():
     assert model[0].weight.dtype == torch.float64 and torch.equal(model[0].weight, w.double())
 
 
-def test_gradients_and_fitting_go_on():
-    """Weights stay parameters in place: the same objects, a step of an optimizer, and `remove` returns to the originals"""
-    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4)
-    p, before = model[0].weight, model[0].weight.detach().clone()
-    with quantize_model(model, 3):
-        opt = torch.optim.SGD(model.parameters(), .1)
-        F.mse_loss(model(x), x).backward()
-        opt.step()
+def step(model, x, **options):
+    """One step of training, by SGD."""
+    opt = torch.optim.SGD(model.parameters(), 0.1, **options)
+    model(x).square().mean().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"quant_symmetric": False}, {"quant_per_channel": False}], ids=str)
+def test_training_while_quantized_is_kept(how, options):
+    """Weights stay parameters in place; what was trained stays, rounded, and is named; the rest is as it was before"""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4)
+    model[1].requires_grad_(False)
+    p, before = model[0].weight, model[1].weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"2 layers were trained while they were quantized \(0, 2\)"), quantize_model(model, 3, **how):
+        step(model, x, **options)
         assert model[0].weight is p
-    assert torch.equal(model[0].weight, before)
+        trained = p.detach().clone()
+    grid = {k.removeprefix("quant_"): v for k, v in how.items()}
+    assert torch.equal(p, fake_quantize_weight(trained, 3, **grid))
+    assert torch.equal(model[1].weight, before)
+
+
+def test_a_plain_loop_stays_on_the_grid():
+    """`round` names what training moved, and rounds it; without training it does nothing."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4)
+    applied = quantize_model(model, {"0": 3})
+    held = model[0].weight.detach().clone()
+    assert applied.round() == [] and torch.equal(model[0].weight, held)
+    for _ in range(3):
+        step(model, x)
+        assert applied.round() == ["0"]
+        torch.testing.assert_close(model[0].weight.detach(), fake_quantize_weight(model[0].weight, 3))
+    final = model[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="stay as trained"):
+        applied.remove()
+    torch.testing.assert_close(model[0].weight.detach(), final, rtol=0, atol=1e-6)
+    applied.remove()
+
+
+def test_without_training_the_originals_return_without_a_word():
+    """Also after a change of the weights was undone, and for numbers that are not finite."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.data[0, 0] = torch.nan
+    before = fingerprint(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with quantize_model(model, 3), leave_no_trace(model):
+            model[1].weight.data.zero_()
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_loaded_weights_are_not_thrown_away():
+    """A checkpoint that is loaded into a quantized model counts as trained."""
+    model, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="stay as trained"), quantize_model(model, 8):
+        model.load_state_dict(other.state_dict())
+    assert torch.equal(model[0].weight, fake_quantize_weight(other[0].weight, 8))
 
 
 def test_quantize_at_the_door():
