@@ -7,6 +7,7 @@ __all__ = ['sides', 'find_sides', 'hook_side', 'observe_ranges', 'Quantized', 'c
            'AppliedPlan', 'plan_options', 'check_plan', 'plan_units', 'quantize_model']
 
 # %% ../nbs/05_quantize.ipynb #cc448e00
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from fastcore.basics import patch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .grids import asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows
@@ -135,10 +136,19 @@ def configure(cls:Quantized, *, model, units, quant_per_channel=True, quant_acti
     return at_level
 
 @patch
+def rounded(self:Quantized,
+    unit,     # whose weight it is
+    w:Tensor, # numbers for that weight, in its shape
+)->Tensor:    # same shape and dtype
+    "`w` on the grids of `unit`"
+    filters = filters_first(unit.module, w.detach())
+    on_grid = fake_quantize_weight(filters, self.bits, self.per_channel, self.group_size, self.symmetric)
+    return filters_first(unit.module, on_grid)
+
+@patch
 def change(self:Quantized, model, unit)->list: # of the hooks on activations
     "Round the weights of `unit`, and its activations where ranges are known"
-    rounded = fake_quantize_weight(unit.filters, self.bits, self.per_channel, self.group_size, self.symmetric)
-    unit.weight.data.copy_(filters_first(unit.module, rounded))
+    unit.weight.data.copy_(self.rounded(unit, unit.weight))
     forget_casts()
     grids = {side: asymmetric_grid(*(torch.tensor([v], device=unit.weight.device) for v in found[unit.name]), self.bits) for side, found in self.ranges.items()}
     return [hook_side(m, side, partial(fake_quantize, grid=grid)) for side, grid in grids.items() for m in unit.modules]
@@ -175,22 +185,49 @@ class AppliedPlan:
     def __init__(self,
         model:nn.Module, # the quantized model
         plan:BitPlan,    # what is in force, with `size_bytes` and `settings`
-        kept:list,       # pairs of parameter and copy of its original numbers
+        kept:list,       # of (unit, its `Quantized`, its weight, a copy of the weight's original numbers)
         hooks:list,      # on activations
     ):
         self.model, self.plan, self.kept, self.hooks = model, plan, kept, hooks
     @property
     def size_bytes(self)->int: return self.plan.size_bytes
-    def remove(self):
-        "Take the quantization back; once more does nothing"
-        for h in self.hooks: h.remove()
-        for p, original in self.kept: p.data.copy_(original)
-        forget_casts()
-        for m in [m for m, holder in _in_force.items() if holder() is self]: del _in_force[m]
-        self.kept, self.hooks = [], []
     def __enter__(self): return self
     def __exit__(self, *_): self.remove()
-    def __repr__(self): return f"AppliedPlan({len(self.plan)} layers, {min(self.plan.values())} to {max(self.plan.values())} bits, {self.size_bytes:,} bytes{'' if self.kept else ', removed'})"
+    def __repr__(self):
+        bits, removed = self.plan.values(), "" if self.kept else ", removed"
+        return f"AppliedPlan({len(bits)} layers, {min(bits)} to {max(bits)} bits, {self.size_bytes:,} bytes{removed})"
+
+# %% ../nbs/05_quantize.ipynb #e74e5d40
+def _is_now(weight:Tensor, numbers:Tensor)->bool:
+    "Whether `weight` holds exactly `numbers`"
+    numbers = numbers.to(weight)
+    return weight.shape == numbers.shape and torch.allclose(weight, numbers, rtol=0, atol=0, equal_nan=True)
+
+@patch
+def round(self:AppliedPlan)->list: # names of the layers that were trained
+    "Put weights that were trained since they were rounded on their grids again"
+    trained = []
+    for unit, change, weight, original in self.kept:
+        if _is_now(weight, original) or _is_now(weight, change.rounded(unit, original)): continue
+        weight.data.copy_(change.rounded(unit, weight))
+        trained.append(unit.name)
+    forget_casts()
+    return trained
+
+@patch
+def remove(self:AppliedPlan):
+    "Take the quantization back; once more does nothing. Weights that were trained since stay as trained, rounded, with a warning"
+    trained = self.round()
+    for h in self.hooks: h.remove()
+    for unit, _, weight, original in self.kept:
+        if unit.name not in trained: weight.data.copy_(original)
+    forget_casts()
+    for m in [m for m, holder in _in_force.items() if holder() is self]: del _in_force[m]
+    self.kept, self.hooks = [], []
+    if not trained: return
+    names = ", ".join(trained[:5]) + (", ..." if len(trained) > 5 else "")
+    warnings.warn(f"{len(trained)} layers were trained while they were quantized ({names}): "
+                  "their weights stay as trained, rounded; those of before are gone", stacklevel=2)
 
 # %% ../nbs/05_quantize.ipynb #fb713f47
 def plan_options(
@@ -248,7 +285,7 @@ def quantize_model(
     quant_ranges=None,      # how ranges are found, such as "mse"; None: as the plan was measured, else "minmax"
     quant_symmetric=None,   # zero in the middle of the weights' range; None: as the plan was measured, else True
 )->AppliedPlan:
-    "Fake-quantize `model` in place. Raises ValueError for a plan, an option or a layer that does not fit, KeyError for an unknown layer"
+    "Fake-quantize `model` in place; for training see `AppliedPlan.round` and `QuantizeCallback`. Raises ValueError for a plan, an option or a layer that does not fit, KeyError for an unknown layer"
     units = plan_units(model, plan)
     if taken := [m for m in model.modules() if m in _in_force and _in_force[m]()]: raise ValueError(f"{type(taken[0]).__name__} of this model is quantized already; call remove() on what quantize_model returned, or leave its block")
     options = plan_options(plan, quant_per_channel=quant_per_channel, quant_activations=quant_activations, quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric)
@@ -265,7 +302,7 @@ def _apply(model:nn.Module, changes:dict, plan)->AppliedPlan:
     bits, how = {u.name: q.bits for u, q in changes.items()}, {k: settings[k] for k in ("per_channel", "group_size", "symmetric")}
     done = BitPlan(bits, size_bytes=plan_bytes(model, bits, **how), settings=settings, weights={u.name: u.weight.numel() for u in changes})
     if dict(done) == plan: done.predicted_metric, done.metric_name = getattr(plan, "predicted_metric", None), getattr(plan, "metric_name", "")
-    applied = AppliedPlan(model, done, [(u.weight, u.weight.detach().clone()) for u in changes], [])
+    applied = AppliedPlan(model, done, [(u, q, u.weight, u.weight.detach().clone()) for u, q in changes.items()], [])
     with ExitStack() as undo:
         undo.callback(applied.remove)
         for u, q in changes.items(): applied.hooks += q.change(model, u)
