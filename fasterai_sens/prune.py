@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['channel_scores', 'n_gone', 'rounded', 'check_ratio', 'Pruned', 'check_group', 'n_granules', 'check_ratios',
            'check_rising', 'guess_inputs', 'named_modules_of', 'without_ignored', 'resolve', 'model_size', 'Pruner',
-           'in_one_ranking', 'check_optimizer', 'swap_parameters']
+           'in_one_ranking', 'optimizers_in', 'check_optimizer', 'swap_parameters']
 
 # %% ../nbs/08_prune.ipynb #f0a86262
 import math
@@ -324,10 +324,12 @@ def in_one_ranking(
 @patch
 def prune_to(self:Pruner,
     share:float, # of the targets, 0..1
+    agree=None,  # function from what goes (group name -> granules) to what counts, where several processes choose; None: this
 )->dict:         # old parameter -> (new parameter, selections that made it); empty if nothing went
     "Remove channels until `share` of the targets is reached"
     if share <= self.share or not self.groups: return {}
-    swaps = self._cut(self._choose(share))
+    chosen = self._choose(share)
+    swaps = self._cut(chosen if agree is None else agree(chosen))
     self.share = share
     return swaps
 
@@ -358,29 +360,48 @@ def prune_model(self:Pruner,
     self.done += 1
 
 # %% ../nbs/08_prune.ipynb #aeec3777
-def _inner(optimizer): return getattr(optimizer, "opt", optimizer)   # fastai's wrapper of a PyTorch optimizer
+def optimizers_in(
+    optimizer, # PyTorch's or fastai's
+)->list:       # it, and those it is made of
+    "An optimizer and what it wraps: fastai's `OptimWrapper` and `Lookahead`, and others with their inner optimizer under one of the usual names"
+    found = [optimizer]
+    for name in ("opt", "optimizer", "base_optimizer", "_base_optimizer"):
+        if name in vars(optimizer): found += optimizers_in(vars(optimizer)[name])
+    return found
 
 def check_optimizer(
     optimizer, # PyTorch's or fastai's
 ):
     "Raises ValueError for an optimizer whose state is not shaped like the parameters, so that it cannot be cut, TypeError for none"
-    opt = _inner(optimizer)
-    if not hasattr(opt, "state"): raise TypeError(f"optimizer is one of PyTorch's or fastai's; got {optimizer!r}")
-    odd = [p for p, state in opt.state.items() for t in state.values() if isinstance(t, Tensor) and t.dim() and t.shape != p.shape]
-    if odd or isinstance(opt, torch.optim.LBFGS): raise ValueError(f"{type(opt).__name__} keeps a state that is not shaped like the parameters, so it cannot be cut with them; make a new optimizer after pruning")
+    if not hasattr(optimizer, "state"): raise TypeError(f"optimizer is one of PyTorch's or fastai's; got {optimizer!r}")
+    for opt in optimizers_in(optimizer):
+        odd = [p for p, state in opt.state.items() for t in state.values() if isinstance(t, Tensor) and t.dim() and t.shape != p.shape]
+        if odd or isinstance(opt, torch.optim.LBFGS): raise ValueError(f"{type(opt).__name__} keeps a state that is not shaped like the parameters, so it cannot be cut with them; make a new optimizer after pruning")
 
 def swap_parameters(
     optimizer,  # PyTorch's or fastai's
     swaps:dict, # from `Pruner.prune_to`
 ):
     "Put the new parameters in the place of the old ones, with what is left of their state"
-    opt = _inner(optimizer)
-    lists = [g["params"] for g in opt.param_groups] if isinstance(opt, torch.optim.Optimizer) else opt.param_lists
-    for params in lists:
+    chain = optimizers_in(optimizer)
+    for opt in chain: _swap_slow_weights(opt, swaps)   # finds them by where the old parameters are
+    for opt in chain:
+        for params in _param_lists(opt):
+            for i, p in enumerate(params):
+                if p in swaps: params[i] = swaps[p][0]
+        for old, (new, steps) in swaps.items():
+            if old in opt.state: opt.state[new] = {k: narrowed(v, steps) if isinstance(v, Tensor) and v.shape == old.shape else v for k, v in opt.state.pop(old).items()}
+
+def _param_lists(opt)->list:
+    "The lists of parameters in an optimizer, one for each group"
+    return [g["params"] for g in opt.param_groups] if isinstance(opt, torch.optim.Optimizer) else opt.param_lists
+
+def _swap_slow_weights(opt, swaps:dict):
+    "Cut the second copy of the parameters that fastai's `Lookahead` has"
+    if not getattr(opt, "slow_weights", None): return
+    for slow, params in zip(opt.slow_weights, _param_lists(opt), strict=True):
         for i, p in enumerate(params):
-            if p in swaps: params[i] = swaps[p][0]
-    for old, (new, steps) in swaps.items():
-        if old in opt.state: opt.state[new] = {k: narrowed(v, steps) if isinstance(v, Tensor) and v.shape == old.shape else v for k, v in opt.state.pop(old).items()}
+            if p in swaps: slow[i] = narrowed(slow[i], swaps[p][1])
 
 # %% ../nbs/08_prune.ipynb #b7cb09d1
 @patch

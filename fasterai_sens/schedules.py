@@ -26,6 +26,12 @@ class Schedule:
         if pct_train < self.start_pct - 1e-9: return 0.
         if pct_train >= self.end_pct - 1e-9: return float(self.f(1.))
         return float(self.f(max(0., pct_train - self.start_pct)/(self.end_pct - self.start_pct)))
+    def settled(self,
+        pct_train:float, # share of training that is done, 0..1
+    )->bool:
+        "Whether the share stays where it is from now on"
+        later = [pct_train + (1 - pct_train)*i/100 for i in range(101)]
+        return all(abs(self.progress(p) - self.progress(1.)) < 1e-9 for p in later)
 
 # %% ../nbs/17_schedules.ipynb #bf7de084
 def _all(pos): return 1.

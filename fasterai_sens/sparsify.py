@@ -236,9 +236,11 @@ def _compute_masks(self:Sparsifier,
 @patch
 def set_levels(self:Sparsifier,
     levels:dict, # `Unit` -> percent
+    agree=None,  # function from layer name -> mask to the masks that count, where several processes choose; None: these
 ):
     "Make new masks for these units and apply all masks"
-    self.masks |= {u.name: m for u, m in self._compute_masks(levels).items()}
+    chosen = {u.name: m for u, m in self._compute_masks(levels).items()}
+    self.masks |= chosen if agree is None else agree(chosen)
     self.apply_masks()
     if self.criteria.needs == PREVIOUS: self.criteria = self.criteria.since(self.model)
 
