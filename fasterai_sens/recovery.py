@@ -212,7 +212,7 @@ class RecoveryResult:
 def to_dataframe(self:RecoveryResult):
     "A `pandas.DataFrame` with one row a stage"
     import pandas as pd
-    return pd.DataFrame(self.history).set_index("level")
+    return pd.DataFrame(self.history).set_index("level").drop(columns="no_ci", errors="ignore")
 
 @patch
 def summary(self:RecoveryResult):

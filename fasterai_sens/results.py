@@ -326,6 +326,7 @@ def _repr_html_(self:SensitivityResult, rows:int=20):
     head = "".join(f"<th>{h}</th>" for h in ("layer", "type", "params", escape(self.metric_name), "delta", "95 %", *[f"{escape(str(self.objective_name))} rise"]*objective, ""))
     more = len(self.ranked) - len(shown)
     rest = f"<p>{more} more, {len(self.skipped)} skipped</p>" if more or self.skipped else ""
+    for why in dict.fromkeys(r.no_ci for r in shown if r.no_ci): rest += f"<p>no 95 % interval: {escape(why)}</p>"
     return (f"<p><b>{escape(self.title)}</b>, baseline {escape(self.metric_name)} {self.baseline_metric:.4f}{escape(_baseline_text(self))}</p>"
             f"<table><tr>{head}</tr>{''.join(_html_row(r, largest, objective) for r in shown)}</table>{rest}")
 

@@ -218,7 +218,7 @@ class SearchResult:
 def to_dataframe(self:SearchResult):
     "A `pandas.DataFrame` with one row a plan, best first: metric, its loss against the untouched model with a 95 % interval, metric in the search, and what the budget is about"
     import pandas as pd
-    return pd.DataFrame(self.ranking).set_index("plan")
+    return pd.DataFrame(self.ranking).set_index("plan").drop(columns="no_ci", errors="ignore")
 
 @patch
 def summary(self:SearchResult):
