@@ -334,7 +334,7 @@ ERRORS = [
     ("pruner wanda", lambda w: Pruner(w.model, 50, criteria=wanda, example_inputs=w.x), ValueError, ["wanda", "calibration_data"]),
     ("granularity near", lambda w: w.analyze(granularity="filters"), ValueError, ["unknown granularity 'filters'", "did you mean 'filter'"]),
     ("granularity far", lambda w: w.analyze(granularity="zz"), ValueError, ["unknown granularity 'zz'", "known are", "'weight'"]),
-    ("granularity None", lambda w: w.analyze(granularity=None), ValueError, ["unknown granularity None"]),
+    ("granularity for pruning", lambda w: w.analyze("pruning", granularity="filter"), TypeError, ["pruning takes no option 'granularity'", "an option of sparsity"]),
     ("granularity number", lambda w: w.analyze(granularity=4), ValueError, ["unknown granularity 4"]),
     ("granularity 4:2", lambda w: w.analyze(granularity="4:2"), ValueError, ["0 < n < m", "'4:2'"]),
     ("granularity 0:4", lambda w: w.analyze(granularity="0:4"), ValueError, ["0 < n < m", "'0:4'"]),
