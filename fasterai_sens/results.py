@@ -300,10 +300,11 @@ def summary(self:SensitivityResult,
     print(f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f}{_baseline_text(self)} | {len(self)} layers{groups}, one at a time")
     if chosen := ", ".join(f"{k} {v}" for k, v in self.settings.items() if v is not None): print(f"  {chosen}")
     if by == "objective": print(f"  ranked by the rise of {self.objective_name}, as plans are")
-    head = ["", "", "delta", "95 %"] + [f"{self.objective_name} rise"]*(by == "objective")
+    has_ci, has_rise = any(r.ci for r in self.layers), by == "objective"
+    head = ["", "", "delta", *["95 %"]*has_ci, *[f"{self.objective_name} rise"]*has_rise]
     def cells(r):
-        rise = [f"{r.objective_delta:+.4f}"] if by == "objective" else []
-        return [label(r), r.layer_type, r.params, f"{r.delta:+.4f}", ci_text(r.ci), *rise]
+        rise = [f"{r.objective_delta:+.4f}"] if has_rise else []
+        return [label(r), r.layer_type, r.params, f"{r.delta:+.4f}", *[ci_text(r.ci)]*has_ci, *rise]
     survives = lambda r: math.isfinite(damage(r, by))
     parts = divide(self.top(len(self), by=by), partial(is_fragile, by=by), survives, top)
     for line in (*_both_ends(parts, head, cells), *_left_out(self.layers, self.skipped)): print(line)
