@@ -24,6 +24,7 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
+from .cutting import cut_by_masks
 from .degradation import (
     DegradationResult,
     analyze_degradation,
