@@ -124,7 +124,7 @@ def read_masks(
     for n, u in found.units.items():
         kept, weight = _filter_mask(u, masks[n]), weight_mask(masks[n])
         twin = next((o for o in found.units if found.units[o] is u and not torch.equal(weight_mask(masks[o]).bool().cpu(), weight.bool().cpu())), None)
-        if twin: raise ValueError(f"{twin!r} and {n!r} share one weight, but their masks differ")
+        if twin: raise ValueError(f"{n!r} and {twin!r} share one weight, but their masks differ")
         found.filters[u] = found.filters.get(u, kept) | kept
         found.inputs[u] = _dropped_inputs(u, weight)
     found.channels = {m: _channel_mask(n, m, masks[n]) for n, m in found.norms.items()}
@@ -158,7 +158,7 @@ def channel_of(
 )->Tensor:              # number of the root's channel for each row of its weight, -1: none
     "Which channel of the group each filter of a layer is"
     part = next((p for p in group.parts if p.out and p.module is group.graph.root(unit)), None)
-    if part is None: return torch.arange(unit.filters.shape[0])
+    if part is None or group.reason: return torch.arange(unit.filters.shape[0])   # all of them stay, and numbers may be wrong
     rows = torch.full((n_outputs(part.module),), -1)
     rows[part.idxs] = torch.tensor(part.roots)
     return rows.repeat(unit.filters.shape[0]//len(rows))   # attention keeps the weights of query, key and value in one
@@ -186,7 +186,7 @@ def kept_channels(
     keep = torch.full((n,), bool(group.reason) or any(u not in masked.filters for u in group.units))
     for u in set(group.units) & set(masked.filters): keep[channels[u][masked.filters[u] & (channels[u] >= 0)]] = True
     for p in group.parts:
-        if p.module in masked.channels: keep[torch.tensor(p.roots)[masked.channels[p.module][p.idxs]]] = True
+        if p.module in masked.channels and not group.reason: keep[torch.tensor(p.roots)[masked.channels[p.module][p.idxs]]] = True
     if not group.reason: keep &= ~_unread(group, masked.inputs)
     for u, c in channels.items():
         if not keep[c[c >= 0]].any(): keep[c[u.filters.flatten(1).float().norm(dim=1).argmax().cpu()]] = True
@@ -223,8 +223,9 @@ def _balanced(
     for u in group.units:
         channel = channel_of(group, u)
         strength.index_add_(0, channel[channel >= 0], u.filters.flatten(1).float().norm(dim=1).cpu()[channel >= 0])
-    gone = ~torch.stack([keep[tie].any() for tie in ties])
-    order = torch.stack([strength[tie].sum() for tie in ties]).argsort(descending=True).tolist()
+    gone = torch.ones(len(ties), dtype=torch.bool)
+    gone[tie_of[keep]] = False
+    order = torch.zeros(len(ties)).index_add_(0, tie_of, strength).argsort(descending=True)
     divided = sorted((p for p in group.parts if ranges_in(p) > 1), key=ranges_in, reverse=True)   # the finest first: then the others are equal, too
     counts = [_counts(p, group.graph.n_channels(p), tie_of) for p in divided]
     while any([_bring_back(c, gone, order) for c in counts]): pass
@@ -233,15 +234,16 @@ def _balanced(
 def _bring_back(
     counts:Tensor, # `[ranges, ties]`, from `_counts`
     gone:Tensor,   # bool, for each tie; changed in place
-    order:list,    # of ties, the strongest first
+    order:Tensor,  # numbers of the ties, the strongest first
 )->bool:           # whether any came back
     "Let every range lose as many as the one that loses least"
     before, least = gone.sum(), (counts @ gone.long()).min()
     for row in counts:
         excess = row @ gone.long() - least
-        for tie in order:
-            if excess <= 0: break
-            if gone[tie] and row[tie]: gone[tie], excess = False, excess - row[tie]
+        if excess <= 0: continue
+        mine = order[(row[order] > 0) & gone[order]]
+        needed = int((row[mine].cumsum(0) < excess).sum()) + 1
+        gone[mine[:needed]] = False
     return bool(gone.sum() < before)
 
 
@@ -275,7 +277,7 @@ def _still_dropped(
     "The inputs of a layer that go"
     n_groups = getattr(unit.module, "groups", 1)
     gone = torch.zeros(unit.filters.shape[1]*n_groups, dtype=torch.bool)
-    for g, stays in keep.items():
+    for g, stays in [(g, stays) for g, stays in keep.items() if not g.reason]:
         for p in g.parts:
             if not p.out and p.module is g.graph.root(unit): gone[p.idxs] |= ~stays[p.roots]
     return gone
@@ -287,9 +289,10 @@ def _fixed_norm(
 ):                    # of the same kind and dtype
     "The mask with the channels that stay, as the layers around it have them"
     channels = weight_mask(mask).bool().clone()
-    for g, stays in keep.items():
-        for p in g.parts:
-            if p.module is module and p.out: channels[p.idxs] = stays[p.roots].to(channels.device)
+    found = [(g, p) for g in keep for p in g.parts if p.out and p.module is module]
+    for g, p in found:
+        if g.reason: channels[[i for i in p.idxs if i < len(channels)]] = True
+        else: channels[p.idxs] = keep[g][p.roots].to(channels.device)
     def new(t): return torch.where(channels, torch.where(t.bool(), t, torch.ones_like(t)), torch.zeros_like(t))
     if not isinstance(mask, Mapping): return new(mask)
     return {**mask, **{k: new(t) for k, t in mask.items() if k in ("weight", "bias") and t is not None}}

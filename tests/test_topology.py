@@ -2,7 +2,9 @@
 
 import copy
 import csv
+import math
 import random
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,11 +30,13 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from fasterai_sens import ChannelDependency, Pruner, analyze_sensitivity, fix_mask_conflict, not_safe_to_prune
+from fasterai_sens import ChannelDependency, Pruner, analyze_sensitivity, cut_by_masks, fix_mask_conflict, not_safe_to_prune
 from fasterai_sens.channels import Graph, n_outputs
 from fasterai_sens.inputs import call, tensors_in
+from fasterai_sens.layers import filters_first
 from fasterai_sens.proof import channel_groups
 from fasterai_sens.state import changes, fingerprint, leave_no_trace
+from fasterai_sens.topology import channel_of
 
 Conv, Linear = nn.Conv2d, nn.Linear
 bn_types = nn.modules.batchnorm._BatchNorm
@@ -1774,3 +1778,176 @@ def test_a_compiled_model_is_followed_as_it_was_written(how):
     if how == "in_place":
         net.compile(backend="eager")
     assert [not g.reason for g in channel_groups(model, image(4, 2))] == [True, True, False]
+
+
+# ---- masks: no more than must be kept, and inputs that are dropped
+
+
+def dropped(groups, masks):
+    """For each group the channels of its root that all its layers drop, each layer on its own"""
+    found = {}
+    for g in groups:
+        for u in g.units:
+            if u.name in masks:
+                rows = filters_first(u.module, masks[u.name] if isinstance(masks[u.name], torch.Tensor) else masks[u.name]["weight"])
+                gone = ~rows.flatten(1).bool().any(1)
+                found.setdefault(g.name, {})[u.name] = {int(c) for c in channel_of(g, u)[gone]}
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_resnext_keeps_three_quarters(seed):
+    """Masks that leave at most three of four channels in each of 32 groups, anywhere in them: three stay, not four"""
+    torch.manual_seed(seed)
+    model, x = tv.resnext50_32x4d(num_classes=3), image(32)
+    masks = {}
+    for n, m in model.named_modules():
+        if n.startswith("layer1") and n.endswith(("conv1", "conv2")):
+            keep = torch.rand(32, 4).argsort(1) < torch.randint(2, 4, (32, 1))
+            keep[0] = torch.tensor([True, True, True, False])
+            masks[n] = rows_mask(m.weight, keep.flatten())
+    fixed = fix_mask_conflict(masks, model, x)
+    assert len(fixed) == 6
+    for n, mask in fixed.items():
+        assert kept(mask)[kept(masks[n])].all()
+        assert kept(mask).view(32, 4).sum(1).tolist() == [3] * 32
+        assert not torch.equal(kept(mask), torch.tensor([True, True, True, False]).repeat(32)), "no other pattern than the masks'"
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(keep=bits(12), reader=st.sampled_from([2, 3, 4, 6]), norm=st.sampled_from([1, 2]), transposed=st.booleans())
+def test_grouped_readers_lose_as_many_everywhere(keep, reader, norm, transposed):
+    """What a grouped convolution reads, behind a group norm: as few as possible stay, all ranges lose as many, and it can be cut"""
+    assume(any(keep))
+    torch.manual_seed(0)
+    conv = nn.ConvTranspose1d if transposed else nn.Conv1d
+    net = nn.Sequential(nn.Conv1d(3, 12, 1), nn.GroupNorm(norm, 12), conv(12, 12, 1, groups=reader), nn.Conv1d(12, 2, 1))
+    fixed = fix_mask_conflict({"0": rows_mask(net[0].weight, keep)}, net, noise(2, 3, 5))
+    was, now = torch.tensor(keep), kept(fixed["0"])
+    assert now[was].all()
+    ranges = math.lcm(reader, norm)
+    assert now.view(ranges, -1).sum(1).tolist() == [int(was.view(ranges, -1).sum(1).max())] * ranges
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the norm, which has fewer to average over
+        cut_by_masks(net, fixed, noise(2, 3, 5))
+    assert net[0].out_channels == net[2].in_channels == int(now.sum())
+    assert net(noise(2, 3, 5)).shape == (2, 2, 5)
+
+
+class Fork(nn.Module):
+    """One layer, two that read it, one that reads the input too"""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.head = Linear(3, 6), Linear(6, 4), Linear(6, 4), Linear(3, 4), Linear(4, 2)
+
+    def forward(self, x):
+        """A sum of three"""
+        h = self.a(x).relu()
+        return self.head((self.b(h) * self.c(h) + self.d(x)).relu())
+
+
+def columns_mask(weight, keep):
+    """A mask with whole inputs"""
+    return torch.as_tensor(keep).view(1, -1).expand_as(weight).float().clone()
+
+
+def test_readers_that_disagree_are_mended():
+    """An input goes if all its readers have dropped it; the others come back, also those of the model's own input"""
+    torch.manual_seed(0)
+    net, x = Fork(), noise(5, 3)
+    masks = {"b": columns_mask(net.b.weight, [1, 0, 0, 1, 1, 0]), "c": columns_mask(net.c.weight, [1, 1, 0, 0, 1, 0]), "d": columns_mask(net.d.weight, [1, 0, 1])}
+    copied = copy.deepcopy(masks)
+    fixed = fix_mask_conflict(masks, net, x)
+    assert_equal(masks, copied)
+    for n in "bc":
+        assert torch.equal(fixed[n], columns_mask(net.b.weight, [1, 1, 0, 1, 1, 0]))
+    assert fixed["d"].all()
+    assert_equal(fix_mask_conflict(fixed, net, x), fixed)
+    alone = fix_mask_conflict({"b": masks["b"]}, net, x)
+    assert alone["b"].all(), "the other reader drops nothing"
+    makers = fix_mask_conflict({"a": torch.ones(6, 3), "b": masks["b"], "c": masks["c"]}, net, x)
+    assert kept(makers["a"]).tolist() == [True, True, False, True, True, False]
+    masked = copy.deepcopy(net)
+    for n, m in fixed.items():
+        masked.get_submodule(n).weight.data *= m
+    (told,) = run(masked, x)
+    cut_by_masks(net, fixed, x)
+    assert (net.a.out_features, net.b.in_features, net.c.in_features, net.d.in_features) == (4, 4, 4, 3)
+    torch.testing.assert_close(run(net, x)[0], told)
+
+
+def test_inputs_of_grouped_and_flattened_readers():
+    """A grouped convolution loses an input in each of its groups or none; a flattened channel goes with all its positions or not at all"""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Conv(3, 8, 1), nn.ReLU(), Conv(8, 8, 1, groups=2), nn.Flatten(), Linear(32, 2)), noise(2, 3, 2, 2)
+    inputs = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1]).bool()
+    mask = inputs.view(2, 1, 4).expand(2, 4, 4).reshape(8, 4, 1, 1).float()
+    assert fix_mask_conflict({"2": mask}, net, x)["2"].all(), "one group loses nothing"
+    both = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0]).bool().view(2, 1, 4).expand(2, 4, 4).reshape(8, 4, 1, 1).float()
+    assert torch.equal(fix_mask_conflict({"2": both}, net, x)["2"], both)
+    read = torch.ones(32, dtype=torch.bool)
+    read[4:8] = read[16:20] = False
+    read[9] = False
+    fixed = fix_mask_conflict({"4": columns_mask(net[4].weight, read)}, net, x)["4"]
+    assert [i for i, k in enumerate(fixed[0].tolist()) if not k] == [4, 5, 6, 7, 16, 17, 18, 19]
+
+
+def test_two_names_of_one_weight_have_one_mask():
+    """What one of them drops, the other cannot keep"""
+    net = Net(lambda m, x: m.head(m.a(x) + m.b(x)), a=Linear(3, 6), b=Linear(3, 6), head=Linear(6, 2))
+    net.b.weight = net.a.weight
+    mask = rows_mask(net.a.weight, [1, 0, 1, 1, 0, 1])
+    with pytest.raises(ValueError, match="'a' and 'b' share one weight, but their masks differ"):
+        fix_mask_conflict({"a": mask, "b": torch.ones(6, 3)}, net, noise(4, 3))
+    assert_equal(fix_mask_conflict({"a": mask, "b": mask}, net, noise(4, 3)), {"a": mask, "b": mask})
+
+
+def test_a_norm_with_a_mask_takes_part():
+    """What it keeps, stays; what goes, goes there as well"""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Conv(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), Conv(6, 2, 1)), noise(2, 3, 4, 4)
+    conv, norm = rows_mask(net[0].weight, [1, 0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, 1, 1, 0])
+    fixed = fix_mask_conflict({"0": conv, "1": {"weight": norm, "bias": norm}}, net, x)
+    assert kept(fixed["0"]).int().tolist() == fixed["1"]["weight"].tolist() == fixed["1"]["bias"].tolist() == [1, 0, 1, 1, 1, 0]
+    with pytest.raises(ValueError, match=r"the mask of '1' has shape \(5,\), its weight \(6,\)"):
+        fix_mask_conflict({"1": torch.ones(5)}, net, x)
+    with pytest.raises(KeyError, match="unknown layer '2'"):
+        fix_mask_conflict({"2": torch.ones(6)}, net, x)
+
+
+@pytest.mark.parametrize("name", [n for n in ZOO if ZOO[n]().safe is not None and not any(r is None for r in ZOO[n]().safe.values())])
+def test_random_masks_can_be_cut_out(name):
+    """Coupled layers drop the same channels, and cutting equals masking with what goes muted where it is read"""
+    c = fresh(name)
+    groups = channel_groups(c.model, c.sample)
+    torch.manual_seed(1)
+    masks = {}
+    for u in (u for g in groups for u in g.units):
+        keep = torch.rand(len(u.filters)) < 0.6
+        masks[u.name] = filters_first(u.module, rows_mask(u.filters, keep)).contiguous()
+    fixed = fix_mask_conflict(masks, c.model, c.sample)
+    assert_equal(fix_mask_conflict(fixed, c.model, c.sample), fixed)
+    by_layer = dropped(groups, fixed)
+    masked = copy.deepcopy(c.model)
+    for n, mask in fixed.items():
+        masked.get_submodule(n).weight.data *= mask
+    for n, g in {g.name: g for g in groups}.items():
+        if n not in c.safe:
+            assert not any(by_layer[n].values()), "a layer that cannot lose channels keeps all"
+            continue
+        gone = set().union(*by_layer[n].values())
+        for u in g.units:
+            assert by_layer[n][u.name] == gone & set(channel_of(g, u).tolist()), "coupled layers have dropped the same channels"
+        for part in g.parts_of([sorted(gone)]) if n in c.source else ():
+            if part.out:
+                zero(masked, g.graph.name_of(part), part.idxs)
+        for reader, columns in c.safe[n].items():
+            mute(masked.get_submodule(reader), {i for ch in gone for i in columns(ch)})
+    told = run(masked, c.sample)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what norms and biases sent
+        cut_by_masks(c.model, fixed, c.sample)
+    loose = told[0].dtype == torch.bfloat16
+    for t, o in zip(run(c.model, c.sample), told, strict=True):
+        torch.testing.assert_close(t, o, rtol=0.1 if loose else 1e-4, atol=0.05 if loose else 1e-5)
