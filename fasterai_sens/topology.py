@@ -101,6 +101,8 @@ def _dropped_inputs(
     dropped = ~inputs & filters.any(1, keepdim=True)
     return dropped.flatten() & (unit.attr == "weight" and w.shape[1] > 1 and bool(alike.all()))
 
+
+# %% ../nbs/08_topology.ipynb #228f9f64
 @dataclass
 class Masked:
     "What the masks say, in the terms of the graph"
@@ -176,6 +178,8 @@ def _unread(
         if mine: dropped.index_add_(0, roots, mine[0][p.idxs].long())
     return (read > 0) & (read == dropped)
 
+
+# %% ../nbs/08_topology.ipynb #b8c50953
 def kept_channels(
     group:ChannelGroup, # layers that belong together
     masked:Masked,     # what the masks say
@@ -212,6 +216,8 @@ def _counts(
     counts = torch.zeros(ranges_in(part), int(tie_of.max()) + 1, dtype=torch.long)
     return counts.index_put_((ranges, tie_of[part.roots]), torch.tensor(1), accumulate=True)
 
+
+# %% ../nbs/08_topology.ipynb #81ccbbba
 def _balanced(
     group:ChannelGroup, # layers that belong together
     keep:Tensor,        # bool, for each channel
@@ -297,6 +303,8 @@ def _fixed_norm(
     if not isinstance(mask, Mapping): return new(mask)
     return {**mask, **{k: new(t) for k, t in mask.items() if k in ("weight", "bias") and t is not None}}
 
+
+# %% ../nbs/08_topology.ipynb #e2aadd86
 def fix_mask_conflict(
     masks,           # layer name -> mask shaped like its weight, or -> dict with "weight" and "bias"; norms may have one, too; or a file that `torch.load` reads
     model:nn.Module, # model the masks are for
