@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from .inputs import call, check_sample, mapped, tensors_in
 from .layers import all_units, convs, is_hf_conv1d, transposed_convs, weight_names
+from .progress import report
 from .state import leave_no_trace
 
 # %% ../nbs/06_channels.ipynb #83e459db
@@ -581,7 +582,8 @@ def find_groups(
 )->list:         # of `ChannelGroup`, each compressible layer in one of them
     "The groups that torch-pruning sees, not proven yet"
     groups, alone = [], {}
-    for unit in graph.units:
+    for i, unit in enumerate(graph.units):
+        report(f"following the channels of layer {i + 1} of {len(graph.units)}")
         root = graph.root(unit)
         if any(root in g.modules for g in groups): continue
         if root is None:

@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from .inputs import call, check_sample, tensors_in
 from .layers import check_model, convs, has_class, is_hf_conv1d, place, transposed_convs
+from .progress import slow_bar
 from .results import check_count, format_table
 from .state import leave_no_trace
 
@@ -505,12 +506,16 @@ def latency(
     x,               # tensor, tuple or dict of model inputs, or a shape, batch first
     runs=30,         # forwards to time
     warmup=5,        # forwards before those
+    verbose:bool=True, # show a progress bar, if it takes long; it moves between the forwards
 )->float:            # seconds for the whole batch
     "Median time of one forward in evaluation mode. Raises ValueError if there is no run to time or the model does not run, TypeError for bad kinds"
     runs, warmup = check_count(runs, "runs"), check_count(warmup, "warmup", least=0)
     inputs = as_inputs(check_shaped(model), x)
     check_sample(model, inputs)
-    with leave_no_trace(model, weights=()), torch.no_grad():
+    times = []
+    with leave_no_trace(model, weights=()), torch.no_grad(), slow_bar(warmup + runs, verbose, "timing") as tick:
         model.eval()
-        for _ in range(warmup): call(model, inputs)
-        return median(timed(model, inputs) for _ in range(runs))
+        for _ in range(warmup + runs):
+            times.append(timed(model, inputs))
+            tick()
+        return median(times[warmup:])

@@ -33,6 +33,7 @@ from fasterai_sens.channels import (
 )
 from .inputs import call, tensors_in
 from .layers import convs, transposed_convs
+from .progress import report, slow_bar
 from .state import leave_no_trace
 
 # %% ../nbs/07_proof.ipynb #e24b14fd
@@ -199,6 +200,7 @@ def prove(
     exact:bool,  # compare with silencing
 )->list:         # the groups, with the reason where one failed
     "Try all groups at once, and halves of them as long as that fails"
+    report(f"removing channels of {', '.join(g.name for g in groups[:1])}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''} on trial")
     why = graph.fault(groups, exact) if groups else None
     if not why: return groups
     if len(groups) > 1: return [g for half in (groups[:len(groups)//2], groups[len(groups)//2:]) for g in prove(graph, half, exact)]
@@ -217,9 +219,13 @@ def _with_heads(graph:Graph, group:ChannelGroup, exact:bool)->ChannelGroup|None:
 def channel_groups(
     model:nn.Module, # any model
     sample,          # one example input
+    verbose:bool=True, # show a progress bar, if it takes long
 )->list:             # of `ChannelGroup`, in model order, each compressible layer in one of them
     "The units of structural pruning, proven on the sample. Raises ValueError if torch-pruning cannot trace the model"
-    graph = Graph(model, sample)
+    with slow_bar(1, verbose, "following channels through the model"): return _proven_groups(Graph(model, sample))
+
+def _proven_groups(graph:Graph)->list:
+    "All groups of a graph, those that can be pruned proven"
     groups = [g if g.reason else replace(g, reason=_obvious(g)) for g in find_groups(graph)]
     trial = [g for g in groups if not g.reason]
     split = [g for g in trial if any(isinstance(p.module, nn.MultiheadAttention) for p in g.parts if p.out)]   # its heads have other sizes then

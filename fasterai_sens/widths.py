@@ -218,8 +218,8 @@ def agree(
     computed:float,
     counted:float,
 )->bool:
-    "Whether two costs are the same, but for what rounding by module explains"
-    return abs(computed - counted) <= 1e-6*abs(counted) + 1e-6
+    "Whether two costs are the same"
+    return abs(computed - counted) <= 1e-9*abs(counted) + 1e-6
 
 @patch
 def agreed(self:Widths,
