@@ -17,6 +17,7 @@ from .evaluate import check_functions, default_objective, falls, first_metric, f
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
 from .measure import measure, stop_rule
+from .progress import slow_bar
 from .prune import Pruned
 from .quantize import Quantized
 from .results import SensitivityResult, SweepResult, check_options, unknown_name
@@ -92,7 +93,7 @@ def _run(self:SensitivityAnalyzer, compression, levels, options, *, layers, laye
     name, cls = find_method(compression)
     options = given_options(compression, options)
     units, skipped = find_units(self.model, layers, layer_types)
-    units = cls.find_units(self.model, units, self.sample)
+    with slow_bar(verbose=verbose): units = cls.find_units(self.model, units, self.sample)
     wanted = None
     if isinstance(compression, Perturbation):
         if isinstance(levels, Mapping) or any(level is not None for level in levels or ()): raise ValueError(f"{compression} has its level already; leave `level` out")

@@ -27,6 +27,7 @@ from .counters import latency, stored, unseen
 from .criteria import large_final
 from .evaluate import Score, as_score, check_functions, compare, forget_untouched, why_no_ci
 from .measure import check_baseline, check_training, evaluate, progress, untouched
+from .progress import slow_bar
 from .results import LayerTargets, SensitivityResult, SweepResult, as_targets, check_count, damage, format_table, read_json, revive, unknown_name, write_json
 from .search import Recalibrated
 from .sizes import Compressed, Steps, check_size, cost_name, find_steps, planner
@@ -197,7 +198,7 @@ def measure_plan(
     with leave_no_trace(steps.model):
         steps.change(plan)
         score = evaluate(steps.model, eval_fn, around)
-        return score, 1000*latency(steps.model, steps.sample, runs) if runs else None
+        return score, 1000*latency(steps.model, steps.sample, runs, verbose=False) if runs else None
 
 def plan_name(
     plan, # as for `analyze_degradation`
@@ -251,15 +252,16 @@ def analyze_degradation(
     "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer, TypeError for an option that the method does not take"
     check_count(runs, "runs", least=0)
     check_functions(eval_fn=eval_fn)
-    steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
-    check_training(eval_fn, [methods[compression]])
-    dense, find = steps.size({}, cost), planner(steps, cost, plan, max_pct)
-    plans = {target: find(target)[0] for target in check_sizes(sizes, dense, absolute)}
+    check_training(eval_fn, [methods[compression]] if compression in methods else [])
+    with slow_bar(verbose=verbose, text="finding plans"):
+        steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+        dense, find = steps.size({}, cost), planner(steps, cost, plan, max_pct)
+        plans = {target: find(target)[0] for target in check_sizes(sizes, dense, absolute)}
     forget_untouched(eval_fn)
     base, around = baseline_score(model, eval_fn), untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     points = []
     for target, p in progress(list(plans.items()), verbose):
-        score, ms = measure_plan(steps, p, eval_fn, around, runs) if p else (base, 1000*latency(model, sample, runs) if runs else None)
+        score, ms = measure_plan(steps, p, eval_fn, around, runs) if p else (base, 1000*latency(model, sample, runs, verbose=False) if runs else None)
         points.append(size_point(target, steps.size(p, cost), dense, base, score, higher_is_better, latency_ms=ms, plan=p))
     return DegradationResult(compression, cost, dense, base.value, points, metric_name, higher_is_better, dict(plan=plan_name(plan), recalibrated=recalibrate is not None))
 

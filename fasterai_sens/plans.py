@@ -28,6 +28,7 @@ from .channels import pick
 from .counters import latency, n_bytes
 from .criteria import as_criterion, bind, block_axes, large_final, parse_nm
 from .layers import all_units, by_name, check_model, place, target_units
+from .progress import report, slow_bar
 from .proof import channel_groups
 from .prune import Pruner, channel_scores, n_gone, n_granules
 from .quantize import Quantized, packed_bytes, plan_options, quantize_model
@@ -230,6 +231,7 @@ def saving(self:Compressor,
         if key not in known:
             zero = dropped(u, pct, self.granularity)
             known[key] = {n: less(u, zero, bits, self.how) for n, less in rules.items()}
+            if self.granularity == "filter" and "params" in rules: known[key]["params"] += n_dropped(len(u.filters), pct)*len(self.units[u.name].biases)   # they go along
         return known[key]
     def saved(layers):
         if unknown := [n for n in layers if n not in self.units]: raise unknown_name(unknown[0], self.units)
@@ -281,6 +283,7 @@ def costs(self:Compressor,
     really:bool=False,  # take channels out and count, where it could be computed
 )->dict:                # name -> of the whole model
     "What the model costs under the plan"
+    report("costs of plans")
     with self.counting(plan.pruning, names, really) as (whole, saved): less = saved(plan.levels())
     return {n: whole[n] - less[n] for n in names}
 
@@ -641,6 +644,7 @@ def choose_around(
     rises = {n: [[at[n] - costs[k][i][n]*(k > 0) for at in costs[k]] for k, i in enumerate(picked)] for n in budgets}
     if moves is not None: rises["moves"], ask["moves"] = [[float(j != i) for j in range(len(of))] for i, of in zip(picked, damage, strict=True)], moves
     for _ in range(tries):
+        report(f"choosing among {sum(map(len, damage))} options")
         try: new = choose(damage, rises, ask, gap, apart)
         except ValueError: return None
         got = compressor.costs(planned([(c, c.levels[i]) for c, i in zip(choices, new, strict=True)]), tuple(budgets))
@@ -689,6 +693,7 @@ def best_of_all(
     order = np.lexsort((rank.ravel(), steps))
     for i in range(0, len(order), at_once):
         picked = np.stack(np.unravel_index(order[i:i+at_once], damage.shape), axis=1)
+        report(f"{i} of {len(order)} plans looked at")
         inside = fits(channels.costs(picked), budgets)
         if inside.any(): return picked[inside.argmax()].tolist()
 
@@ -736,6 +741,7 @@ def exchanged(
     together, best = {n: interactions(channels, n) for n in budgets}, list(picked)
     ends = np.cumsum([len(c.levels) for c in problem.choices])
     for _ in range(rounds):
+        report(f"exchanging channels, damage {problem.harm(best):.4g}")
         moves = all_moves(problem, best, channels, together, budgets)
         change, new = moves.min(), list(best)
         if change >= -1e-11*max(1e-300, problem.harm(best)): break
@@ -847,10 +853,11 @@ def cost_table(
     costs=("params", "flops", "bytes"), # of "params", "flops", "bytes", "latency"; latency is measured for every level of pruning
     criteria=large_final, # as measured
     calibration_data=None, # for criteria that use data
+    verbose:bool=True, # show a progress bar, if it takes long
 )->CostTable:
     "What each option of `allocate` saves. Raises as `allocate` does"
     names = tuple(check_budgets(dict.fromkeys([costs] if isinstance(costs, str) else costs, 1), None))
-    return prepare(by_method(sweeps, "metric")[0], names, model, sample, None, criteria, calibration_data)[1]
+    with slow_bar(1, verbose, "counting"): return prepare(by_method(sweeps, "metric")[0], names, model, sample, None, criteria, calibration_data)[1]
 
 # %% ../nbs/15_plans.ipynb #f17ff94f
 def set_up(
@@ -870,23 +877,9 @@ def set_up(
     first = next(iter(sweeps.values()))[0]
     return problem, budgets, compressor, first, dict(whole=problem.whole, budgets=budgets, metric_name=first.metric_name, settings={m: s[0].settings for m, s in sweeps.items()} | {"by": by})
 
-# %% ../nbs/15_plans.ipynb #d7683b4e
-def allocate(
-    sweeps,        # a `SweepResult`, or several: one each of sparsity, pruning and quantization, measured with the same `eval_fn`
-    budget,        # most that the whole model may cost: a number, or "30%" of the untouched model; or {cost: that} for several at once
-    cost=None,     # "params", "flops", "bytes" or "latency" (seconds for the sample); None: "params", or what `budget` says
-    *, model=None, # that was measured; comes back untouched. None: `table` says it all, without pruning
-    sample=None,   # one example input
-    combine=(),    # pairs of methods that may meet in one layer, such as ("sparsity", "quantization"); their damages are taken to add up
-    bounds=None,   # layer name -> (low, high), or method -> that; a pair alone is for all layers. Low above 0, and any bounds on bits, rule out that the layer is left alone
-    locked=(),     # names of layers that are left alone
-    by=None,       # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
-    table=None,    # from `cost_table`; None: count now
-    criteria=None, # which weights and channels matter, as measured; None: `large_final`
-    calibration_data=None, # for criteria that use data
-)->Plan:           # with predicted damage and metric, and what it costs
-    "One measured level for each layer: least total damage within all budgets (multiple-choice knapsack, Sinha and Zoltners 1979). The best there is for zeros and bits (over 2000 options: as good as 100 nodes of the search tree find), and for channels alone within params, flops or bytes where there are at most 2**20 plans; with more plans, channels beside other methods, or latency, the best that was found. A gain, or less damage than at a milder level, counts as noise. Raises ValueError, with what is reachable, if there is none, KeyError for an unknown name"
-    problem, budgets, compressor, first, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, table, criteria, calibration_data)
+# %% ../nbs/15_plans.ipynb #7483fd2a
+def _allocated(problem:Problem, budgets:dict, compressor:Compressor|None, first, about:dict)->Plan:
+    "The plan of a problem"
     @cache   # what a plan was measured to take is what it takes
     def counted(picked):
         plan, names = planned(problem.options(picked)), tuple(budgets)
@@ -901,3 +894,25 @@ def allocate(
         picked = best_within(problem, budgets, actual, compressor)
     lost = sum(c.metric[i] for c, i in zip(problem.choices, picked, strict=True))
     return planned(problem.options(picked), costs=actual(picked), damage=problem.harm(picked), predicted_metric=first.baseline_metric - (1 if first.higher_is_better else -1)*lost, **about)
+
+# %% ../nbs/15_plans.ipynb #d7683b4e
+def allocate(
+    sweeps,        # a `SweepResult`, or several: one each of sparsity, pruning and quantization, measured with the same `eval_fn`
+    budget,        # most that the whole model may cost: a number, or "30%" of the untouched model; or {cost: that} for several at once
+    cost=None,     # "params", "flops", "bytes" or "latency" (seconds for the sample); None: "params", or what `budget` says
+    *, model=None, # that was measured; comes back untouched. None: `table` says it all, without pruning
+    sample=None,   # one example input
+    combine=(),    # pairs of methods that may meet in one layer, such as ("sparsity", "quantization"); their damages are taken to add up
+    bounds=None,   # layer name -> (low, high), or method -> that; a pair alone is for all layers. Low above 0, and any bounds on bits, rule out that the layer is left alone
+    locked=(),     # names of layers that are left alone
+    by=None,       # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
+    table=None,    # from `cost_table`; None: count now
+    criteria=None, # which weights and channels matter, as measured; None: `large_final`
+    calibration_data=None, # for criteria that use data
+    verbose:bool=True, # show a progress bar, if it takes long
+)->Plan:           # with predicted damage and metric, and what it costs
+    "One measured level for each layer: least total damage within all budgets (multiple-choice knapsack, Sinha and Zoltners 1979). The best there is for zeros and bits (over 2000 options: as good as 100 nodes of the search tree find), and for channels alone within params, flops or bytes where there are at most 2**20 plans; with more plans, channels beside other methods, or latency, the best that was found. A gain, or less damage than at a milder level, counts as noise. Raises ValueError, with what is reachable, if there is none, KeyError for an unknown name"
+    with slow_bar(2, verbose, "allocating") as tick:
+        found = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, table, criteria, calibration_data)
+        tick()
+        return _allocated(*found)

@@ -30,6 +30,7 @@ from .criteria import bind, large_final
 from .inputs import check_sample
 from .layers import all_units, check_model, filters_first, find_units, target_units
 from .plans import cost_rules
+from .progress import report, slow_bar
 from .proof import channel_groups
 from .prune import channel_scores, n_gone, n_granules
 from .quantize import packed_bytes, plan_bytes, quantize_model
@@ -352,7 +353,9 @@ def fit(
     "The mildest plan on the path that is within the budget. Raises ValueError with what is possible if there is none"
     tried = {}
     def size(n):
-        if (key := tuple(n.tolist())) not in tried: tried[key] = steps.size(steps.plan(n), cost)
+        if (key := tuple(n.tolist())) not in tried:
+            tried[key] = steps.size(steps.plan(n), cost)
+            report(f"{len(tried)} sizes tried, the last {tried[key]:,} {cost_name(cost)}")
         return tried[key]
     i = bisect_left(range(fine + 1), True, key=lambda i: size(counts(i)) <= budget)
     if i > fine:
@@ -446,12 +449,16 @@ def compress_to_size(
     granularity=None,     # sparsity: block size; None: "weight"
     calibration_data=None, # for criteria that use data
     recalibrate=None,     # data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
+    verbose:bool=True,    # show a progress bar, if it takes long
 )->Compressed:            # with the smaller `model`
     "A compressed copy just within a budget, counted as packed where weights are sparse or rounded. Raises ValueError with what is possible if it cannot be reached, KeyError for an unknown layer, TypeError for an option that the method does not take"
-    steps = find_steps(copy.deepcopy(check_model(model)), sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
-    budget = check_size(size, steps.size({}, cost), absolute)
-    found, tries = planner(steps, cost, plan, max_pct)(budget)
-    return carried_out(steps, found, cost, recalibrate, tries)
+    with slow_bar(3, verbose, "compressing") as tick:
+        steps = find_steps(copy.deepcopy(check_model(model)), sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+        tick()
+        budget = check_size(size, steps.size({}, cost), absolute)
+        found, tries = planner(steps, cost, plan, max_pct)(budget)
+        tick()
+        return carried_out(steps, found, cost, recalibrate, tries)
 
 # %% ../nbs/16_sizes.ipynb #518a6b7a
 def compress_with_layer_sensitivity(
@@ -463,6 +470,7 @@ def compress_with_layer_sensitivity(
     gamma=None,           # for one level: larger spreads the targets further; None: as in `to_layer_targets`
     by=None,              # damage to the "metric" or the "objective"; None: the objective if it was recorded
     criteria=None, granularity=None, calibration_data=None, recalibrate=None, # as in `compress_to_size`
+    verbose:bool=True,    # show a progress bar, if it takes long
 )->Compressed:            # with the smaller `model`, its size in bytes
     "A compressed copy, with less compression for the more sensitive layers. Raises ValueError as `to_layer_targets` and `check_measured` do"
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
@@ -470,6 +478,8 @@ def compress_with_layer_sensitivity(
     more = {} if gamma is None else dict(gamma=gamma)
     targets = result.to_layer_targets(model, target_pct, min_pct, max_pct, by=by, **more)
     compression = (result[0] if isinstance(result, SweepResult) else result).compression_type
-    steps = find_steps(copy.deepcopy(model), sample, compression, "bytes", criteria=criteria, granularity=granularity, calibration_data=calibration_data)
-    check_measured(result, compression, steps.settings)
-    return carried_out(steps, targets, "bytes", recalibrate)
+    with slow_bar(2, verbose, "compressing") as tick:
+        steps = find_steps(copy.deepcopy(model), sample, compression, "bytes", criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+        check_measured(result, compression, steps.settings)
+        tick()
+        return carried_out(steps, targets, "bytes", recalibrate)

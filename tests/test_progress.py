@@ -3,7 +3,19 @@ import pytest
 import torch
 from torch import nn
 
-from fasterai_sens import Compressor, Pruner, SensitivityAnalyzer, allocate, analyze_degradation, compress_to_size, compress_with_layer_sensitivity, cost_table, latency, progress, search_plan
+from fasterai_sens import (
+    Compressor,
+    Pruner,
+    SensitivityAnalyzer,
+    allocate,
+    analyze_degradation,
+    compress_to_size,
+    compress_with_layer_sensitivity,
+    cost_table,
+    latency,
+    progress,
+    search_plan,
+)
 from fasterai_sens.progress import report, slow_bar
 from fasterai_sens.proof import channel_groups
 
