@@ -539,7 +539,7 @@ def start_fit(self:PruneCallback):
     if c.needs in (INITIAL, PREVIOUS) and c.refs is None: c = c.since(model)
     ignored = [self.ignored_layers] if isinstance(self.ignored_layers, str) else self.ignored_layers
     if isinstance(ignored, list | tuple) and all(isinstance(n, str) for n in ignored): ignored = [_name_in(n, model) for n in ignored]
-    self.pruner = Pruner(model, inner_targets(self.pruning_ratio, model), example_inputs=sample, calibration_data=FirstBatches(self.dls.train), criteria=c, ignored_layers=ignored, **self.how)
+    self.pruner = Pruner(model, inner_targets(self.pruning_ratio, model), example_inputs=sample, calibration_data=FirstBatches(self.dls.train), criteria=c, ignored_layers=ignored, verbose=False, **self.how)
     self.targets, self.skipped = self.pruner.targets, self.pruner.skipped
 
 # %% ../nbs/18_callbacks.ipynb #9917c4c9

@@ -255,6 +255,7 @@ class Pruner:
         *, steps:int=1,       # in how many calls of `prune_model` the ratio is reached
         round_to:int=1,       # the number of channels that stay in a layer is a multiple of this
         calibration_data=None, # for criteria that use data
+        verbose:bool=True,    # show a progress bar, if finding the groups takes long
     ):
         ratio, self.schedule, self.round_to = check_ratios(pruning_ratio, context), check_rising(schedule), check_count(round_to, "round_to")
         self.model, self.context, self.steps, self.done = model, context, check_count(steps, "steps"), 0
@@ -262,7 +263,7 @@ class Pruner:
         if schedule is not None and steps == 1: raise ValueError("a schedule needs several calls of prune_model to spread over; give steps")
         units, ignored = all_units(model)[0], named_modules_of(model, ignored_layers)
         self.example_inputs = guess_inputs(model) if example_inputs is None else example_inputs
-        groups = without_ignored(channel_groups(model, self.example_inputs), ignored)
+        groups = without_ignored(channel_groups(model, self.example_inputs, verbose), ignored)
         self.targets, self.skipped = resolve(groups, ratio, self.round_to, context)
         self.groups = {g.name: g for g in groups if g.name in self.targets}
         self.sizes, self.before = {n: n_granules(g)[0] for n, g in self.groups.items()}, model_size(model, self.example_inputs)
