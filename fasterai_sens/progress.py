@@ -45,6 +45,7 @@ class Bar:
         "Fill up, if it has appeared"
         if self.shown is not None: self.shown.update(self.total)
 
+# %% ../nbs/00_progress.ipynb #d09cf29b
 def report(
     text:str, # what is being done
 ):

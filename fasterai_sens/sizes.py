@@ -366,6 +366,7 @@ def fit(
     plan = steps.plan(first_steps(before, now, m))
     return (plan, len(tried)) if steps.holds(plan, cost) else fit(steps, counts, cost, budget)
 
+# %% ../nbs/16_sizes.ipynb #9cc201cf
 def planner(
     steps:Steps,
     cost:str,         # "bytes", "params" or "flops"
