@@ -136,7 +136,7 @@ class PrunedStages:
     ):
         if isinstance(learn.opt_func, OptimWrapper): raise ValueError("opt_func of the learner is an optimizer for the parameters it has now, and pruning replaces them; give the learner a function that makes an optimizer")
         self.criteria, self.data = criteria, (FirstBatches(learn.dls.train), sample)
-        self.pruner = Pruner(learn.model, targets[-1], criteria=criteria, example_inputs=sample, calibration_data=self.data[0])
+        self.pruner = Pruner(learn.model, targets[-1], criteria=criteria, example_inputs=sample, calibration_data=self.data[0], verbose=False)
         self.skipped, groups = self.pruner.skipped, list(self.pruner.groups.values())
         asked = [{n: pct for n, pct in t.items() if pct} if isinstance(t, Mapping) else t for t in targets]
         self.levels = [dict.fromkeys(self.pruner.groups, 0.) | resolve(groups, t)[0] for t in asked]
