@@ -232,7 +232,7 @@ def test_blocks_criteria_and_layers():
     assert counted(small.model, "params") == small.size <= .6*small.dense_size and set(small.plan) <= {"0", "3"}
     assert all((f == 0).all() or (f != 0).all() for f in small.model[3].weight)
     with pytest.raises(KeyError, match="unknown layer 'conv'"): compress_to_size(net, x[:1], 60, layers=["conv"])
-    with pytest.raises(ValueError, match="leave granularity='row' away"): compress_to_size(net, x[:1], 60, granularity="row")
+    with pytest.raises(TypeError, match="pruning takes no option 'granularity'; it is an option of sparsity"): compress_to_size(net, x[:1], 60, granularity="row")
     fixed = compress_to_size(net, x[:1], 60, recalibrate=x)
     assert not torch.equal(fixed.model[1].running_mean, compress_to_size(net, x[:1], 60).model[1].running_mean)
 

@@ -455,7 +455,7 @@ WRONG = [
     (dict(quant_ranges="xyz"), "known are 'minmax', 'moving_average', 'percentile', 'mse'"),
     (dict(quant_ranges=["mse"]), "unknown quant_ranges"),
     (dict(quant_activations="outputs"), "got 'outputs', did you mean 'output'"),
-    (dict(quant_activations=1), "False, True"), (dict(quant_activations=None), "got None"), (dict(quant_activations=["input"]), "got"),
+    (dict(quant_activations=1), "False, True"), (dict(quant_activations=["input"]), "got"),
     (dict(quant_group_size=0), "positive whole number, or None; got 0"), (dict(quant_group_size=-2), "got -2"), (dict(quant_group_size=2.), "got 2.0"),
     (dict(quant_group_size=True), "got True"), (dict(quant_group_size="8"), "got '8'"), (dict(quant_group_size=2, quant_per_channel=False), "leave per_channel at True"),
     (dict(level=17), "level is in bits"), (dict(level=1), "level is in bits"), (dict(level=4.), "level is in bits"),
