@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
-from .evaluate import check_functions, default_objective, falls, first_metric, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
+from .evaluate import as_eval_fn, default_objective, falls, first_metric, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
 from .measure import measure, stop_rule
@@ -39,7 +39,8 @@ class SensitivityAnalyzer:
         calibration_data=None, # tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
     ):
         if not isinstance(model, nn.Module): raise TypeError(f"model is an nn.Module; got {type(model).__name__}" + " (use SensitivityAnalyzer.from_learner)"*hasattr(model, "dls"))
-        check_functions(eval_fn=eval_fn)
+        given, eval_fn = eval_fn, as_eval_fn(eval_fn, sample=sample)
+        if eval_fn is not given and objective_name == "objective": objective_name = "kl"
         self.units, self.skipped = find_units(model)
         if device is not None: sample = to_device(sample, _same_device(device, self.units[0].weight.device))
         check_sample(model, sample)

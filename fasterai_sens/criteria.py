@@ -6,7 +6,7 @@
 __all__ = ['INITIAL', 'PREVIOUS', 'NORMS', 'GRADIENTS', 'large_final', 'small_final', 'squared_final', 'random', 'large_init',
            'small_init', 'large_init_large_final', 'small_init_small_final', 'magnitude_increase', 'movement',
            'updating_magnitude_increase', 'updating_movement', 'updating_movmag', 'wanda', 'taylor', 'collectors',
-           'criteria', 'granularities', 'Criterion', 'Seeds', 'seeded', 'collect_norms', 'default_loss',
+           'criteria', 'granularities', 'Criterion', 'Seeds', 'seeded', 'collect_norms', 'default_loss', 'with_labels',
            'collect_gradients', 'as_criterion', 'bind', 'block_axes', 'block_scores', 'parse_nm', 'check_granularity']
 
 # %% ../nbs/03_criteria.ipynb #e7d311e6
@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .inputs import batches, call
+from .inputs import batches, call, logits_of
 from .layers import Unit, convs, filters_first, find_units, is_hf_conv1d, transposed_convs
 from .results import unknown_name
 from .state import casts_not_kept, leave_no_trace
@@ -188,15 +189,25 @@ def default_loss(
     target, # what came with the batch
 )->Tensor:  # scalar
     "Loss for common outputs: the model's own, cross-entropy for class numbers, mean squared error otherwise. Raises ValueError without targets"
-    if getattr(out, "loss", None) is not None: return out.loss
+    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if own is not None: return own
     if target is None: raise ValueError("taylor needs targets: give calibration_data as batches of (input, target)")
-    out = getattr(out, "logits", out)
+    out = logits_of(out)
     if isinstance(out, tuple | list): out = out[0]
     if target.is_floating_point(): return F.mse_loss(out.reshape(target.shape), target)
     if out.shape[:-1] == target.shape: return F.cross_entropy(out.flatten(0, -2), target.flatten())
     return F.cross_entropy(out, target)
 
 # %% ../nbs/03_criteria.ipynb #969ba5a9
+def with_labels(
+    model:nn.Module, # any model
+    inputs,          # tensor, tuple or dict of model inputs
+    target,          # what came with them, or None
+):                   # the same inputs; with the labels if the model computes its own loss
+    "What a Hugging Face model needs to return its own loss, which knows how to shift and to mask"
+    own = isinstance(inputs, Mapping) and target is not None and "labels" in signature(model.forward).parameters
+    return {**inputs, "labels": target} if own else inputs
+
 @torch.inference_mode(False)
 def collect_gradients(
     model:nn.Module, # model to run
@@ -211,7 +222,7 @@ def collect_gradients(
         model.eval().requires_grad_(False)
         held = {id(w): (u, m, w.requires_grad_()) for u in units for m in u.modules for w in [getattr(m, u.attr)]}
         for inputs, target in batches(data, sample, units[0].weight.device):
-            out, grad = call(model, inputs), dict.fromkeys(total, 0)
+            out, grad = call(model, inputs if loss else with_labels(model, inputs, target)), dict.fromkeys(total, 0)
             grads = torch.autograd.grad((loss or default_loss)(out, target), [w for _, _, w in held.values()], allow_unused=True)
             for (u, m, _), g in zip(held.values(), grads, strict=True): grad[u.path] = grad[u.path] + (0 if g is None else _turned(u, m, g.float()))
             for path in total: total[path] += grad[path]*grad[path]

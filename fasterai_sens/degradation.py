@@ -25,7 +25,7 @@ from torch import nn
 
 from .counters import latency, stored, unseen
 from .criteria import large_final
-from .evaluate import Score, as_score, check_functions, compare, forget_untouched, why_no_ci
+from .evaluate import Score, as_eval_fn, as_score, compare, forget_untouched, why_no_ci
 from .measure import check_baseline, check_training, evaluate, progress, untouched
 from .progress import slow_bar
 from .results import LayerTargets, SensitivityResult, SweepResult, as_targets, check_count, damage, format_table, read_json, revive, unknown_name, write_json
@@ -251,7 +251,7 @@ def analyze_degradation(
 )->DegradationResult:
     "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer, TypeError for an option that the method does not take"
     check_count(runs, "runs", least=0)
-    check_functions(eval_fn=eval_fn)
+    eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_training(eval_fn, [methods[compression]] if compression in methods else [])
     with slow_bar(verbose=verbose, text="finding plans"):
         steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
@@ -454,7 +454,7 @@ def validate_compression_target(
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
     "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, models that look swapped, or if the samples differ; TypeError for a wrong kind"
-    check_functions(eval_fn=eval_fn)
+    eval_fn = as_eval_fn(eval_fn)
     check_swapped(compressed, original)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
     check_training(eval_fn, [methods[compressed.compression]] if isinstance(compressed, Compressed) else [])

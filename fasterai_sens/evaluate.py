@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['lower_words', 'higher_words', 'Score', 'as_score', 'check_functions', 'compare', 'why_no_ci', 'Evaluation',
-           'forget_untouched', 'Divergence', 'as_objective', 'evaluation', 'single_scores', 'is_sample_mean',
-           'first_metric', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval', 'learner_sample',
-           'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of', 'falls', 'kl_from',
-           'dropped_biases', 'FineTuned']
+           'forget_untouched', 'Divergence', 'class_axis', 'as_objective', 'evaluation', 'refuse', 'class_numbers',
+           'shifts', 'classified', 'same_draws', 'checksum', 'ClassifierData', 'as_eval_fn', 'single_scores',
+           'is_sample_mean', 'first_metric', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval',
+           'learner_sample', 'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of', 'falls',
+           'kl_from', 'dropped_biases', 'FineTuned']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
 import copy
@@ -15,7 +16,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from numbers import Real
@@ -23,10 +24,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from .criteria import GRADIENTS, Criterion, as_criterion
-from .inputs import FirstBatches, batches, call, mapped, to_device
+from .inputs import Fields, FirstBatches, batches, call, like, logits_of, mapped, split, tensors_in, to_device
 from .intervals import paired_interval, sequence_scores
 from .layers import all_units
 from .state import casts_not_kept, leave_no_trace
@@ -161,24 +164,38 @@ def forget_untouched(
 class Divergence:
     "KL divergence of the outputs from those of the untouched model, for each sample. Source: Kullback and Leibler 1951"
     def __init__(self,
-        axis:int=1, # of the classes; the outputs are logits or log-probabilities
+        axis:int|None=None, # of the classes; the outputs are logits or log-probabilities. None: the one that the targets lack, see `class_axis`
     ):
         self.axis, self.untouched = axis, None
     def new_baseline(self):
         "Forget the untouched outputs: the next ones take their place"
         self.untouched = None
     def __call__(self,
-        preds:Tensor,    # `[n, classes]`, or more axes: their mean is taken, so that a sequence or an image is one sample
+        preds,           # logits `[n, classes]`, or more axes: their mean is taken, so that a sequence or an image is one sample; or a `ModelOutput` or dict with them
         targs=None,      # only looked at to see that they are classes
     )->Tensor:           # `[n]`, in nats, 0 or more
         "Raises ValueError for outputs that are no distribution over classes, or that are not those of the same samples"
-        _check_classes(preds, targs, self.axis)
-        logq = preds.detach().float().log_softmax(self.axis)
+        axis = class_axis(preds, targs) if self.axis is None else self.axis
+        preds = logits_of(preds)
+        _check_classes(preds, targs, axis)
+        logq = preds.detach().float().log_softmax(axis)
         if self.untouched is None: self.untouched = logq
         if logq.shape != self.untouched.shape: raise ValueError(f"the outputs must be those of the same samples each time; got shape {tuple(self.untouched.shape)} first and {tuple(logq.shape)} later")
         p = self.untouched.exp()
-        each = torch.where(p > 0, p*(self.untouched - logq), 0.).sum(self.axis)
+        each = torch.where(p > 0, p*(self.untouched - logq), 0.).sum(axis)
         return each.reshape(len(each), -1).mean(1)
+
+def class_axis(
+    preds,      # what a model returned: logits, or a `ModelOutput` or dict with them
+    targs=None, # class numbers, if there are any
+)->int:         # 1 as in PyTorch's losses, or -1 as Hugging Face has it for tokens
+    "Where the classes are in the logits: on the axis that the targets lack; where they do not tell, the last one of `[n, tokens, classes]` in a `ModelOutput`, else the first one after the samples"
+    logits = logits_of(preds)
+    if not isinstance(logits, Tensor) or logits.dim() < 3: return 1
+    if isinstance(targs, Tensor):
+        last, second = targs.shape == logits.shape[:-1], targs.shape == logits.shape[:1] + logits.shape[2:]
+        if last != second: return -1 if last else 1
+    return -1 if logits is not preds and logits.dim() == 3 else 1
 
 def _check_classes(preds, targs, axis:int):
     "Raises ValueError if this is no classification"
@@ -202,13 +219,33 @@ def as_objective(
 def _joined(parts:list):
     "Outputs of several batches as those of one"
     first = parts[0]
-    if isinstance(first, Tensor): return torch.cat(parts)
-    if isinstance(first, Mapping): return {k: _joined([p[k] for p in parts]) for k in first}
+    if isinstance(first, Tensor): return _one_tensor(parts)
+    if isinstance(first, Mapping): return _one_mapping(parts)
+    if isinstance(first, tuple) and hasattr(first, "_fields"): return type(first)(*map(_joined, zip(*parts, strict=True)))
     if isinstance(first, tuple | list): return tuple(map(_joined, zip(*parts, strict=True)))
+    if first is None: return None
     raise TypeError(f"outputs and targets are tensors, or tuples or dicts of them; got {type(first).__name__}")
 
+def _one_tensor(parts:list)->Tensor:
+    "Batches behind each other; numbers, such as a loss of each batch, as a vector"
+    if not parts[0].dim(): return torch.stack(parts)
+    if len({p.shape[1:] for p in parts}) == 1: return torch.cat(parts)
+    shapes = ", ".join(str(tuple(s)) for s in dict.fromkeys(p.shape for p in parts[:3]))
+    raise ValueError(f"batches come in different lengths, {shapes}, so they cannot be scored together; pad all of them to one length (padding='max_length'), or give the data itself as eval_fn")
+
+def _one_mapping(parts:list)->Mapping:
+    "The same kind of mapping, of what all batches have; caches and hidden states that cannot be joined are left out"
+    out = {}
+    for k in parts[0]:
+        if any(k not in p for p in parts): continue
+        try: out[k] = _joined([p[k] for p in parts])
+        except (TypeError, ValueError):
+            if k == "logits": raise
+    if not any(True for _ in tensors_in(out)): raise TypeError(f"outputs and targets hold tensors; got {type(parts[0]).__name__} of {', '.join(map(repr, parts[0]))}")
+    return Fields(out) if type(parts[0]) is dict else like(parts[0], out)
+
 def evaluation(
-    data,            # list of batches or DataLoader, each batch a pair (inputs, targets); or one such pair
+    data,            # list of batches or DataLoader, each batch a pair (inputs, targets) or a dict with labels; or one such pair
     metric:Callable, # (predictions, targets) -> number or per-sample scores; of tokens `[sequences, tokens]`
     objective=None,  # a loss: the same, lower is better; or "kl", `Divergence(axis)`, or None
 )->Evaluation:       # an `eval_fn`; the model is run in eval mode, without gradients, and comes back as it was
@@ -220,7 +257,7 @@ def evaluation(
         device, outputs = next((p.device for p in model.parameters()), None), []
         with leave_no_trace(model, weights=()), torch.no_grad():
             model.eval()
-            for batch in [data] if isinstance(data, tuple) else data:
+            for batch in [data] if isinstance(data, tuple | Mapping) else data:
                 x, y = to_device(_pair(batch), device)
                 outputs.append((call(model, x), y))
         if not outputs: raise ValueError("data is empty")
@@ -229,8 +266,169 @@ def evaluation(
 
 def _pair(batch)->tuple:
     "A batch as inputs and targets"
-    if not isinstance(batch, tuple | list) or len(batch) != 2: raise ValueError(f"a batch of data is a pair, (inputs, targets); got {type(batch).__name__}" + f" of {len(batch)}"*isinstance(batch, tuple | list))
+    if isinstance(batch, Mapping) and "labels" in batch: return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    if not isinstance(batch, tuple | list) or len(batch) != 2: raise ValueError(f"a batch of data is a pair, (inputs, targets), or a dict with labels; got {type(batch).__name__}" + f" of {len(batch)}"*isinstance(batch, tuple | list))
     return tuple(batch)
+
+# %% ../nbs/09_evaluate.ipynb #7e8368fc
+def _tensor(x)->Tensor:
+    "Without fastai's subclass, which `vmap` does not know"
+    return x.as_subclass(Tensor) if isinstance(x, Tensor) else x
+
+def refuse(
+    got:str,   # what came
+    write:str, # a metric that would do
+):
+    "Raises ValueError: this is no classification"
+    raise ValueError(f"data as eval_fn means the accuracy of a classifier, and {got}; write eval_fn=evaluation(data, {write}) instead")
+
+def class_numbers(
+    logits:Tensor, # `[n, classes, ...]`
+    targs,         # class numbers, or probabilities shaped like the logits
+):                 # class numbers
+    "Targets of a classifier. Raises ValueError if they, or the outputs, are those of something else"
+    if not isinstance(logits, Tensor): refuse(f"the model returns {type(logits).__name__}", "lambda out, y: ...")
+    if not isinstance(targs, Tensor): refuse(f"the targets are {type(targs).__name__}", "lambda out, y: ...")
+    shapes = f"outputs are {tuple(logits.shape)}, targets {tuple(targs.shape)} of {str(targs.dtype).removeprefix('torch.')}"
+    if logits.dim() < 2 or logits.shape[1:] == (1,):
+        if targs.is_floating_point() and not ((targs == 0) | (targs == 1)).all(): refuse(shapes, "lambda out, y: -(out.flatten() - y.flatten()).square()")
+        refuse(f"{shapes}: one logit, not one for each class", "lambda out, y: (out.flatten() > 0) == y.flatten().bool()")
+    if targs.shape == logits.shape and targs.dim() == 2:
+        one_each = (targs >= 0).all() and torch.allclose(targs.float().sum(1), torch.ones(len(targs), device=targs.device), atol=1e-4)
+        if one_each: return targs.argmax(1)
+        if ((targs == 0) | (targs == 1)).all(): refuse(f"{shapes}: several classes at once", "lambda out, y: ((out > 0) == y.bool()).float().mean(1)")
+    if targs.is_floating_point(): refuse(f"{shapes}: numbers, not classes", "lambda out, y: -(out - y).square().flatten(1).mean(1)")
+    return targs[:, 0] if logits.dim() == 2 and targs.shape[1:] == (1,) else targs
+
+# %% ../nbs/09_evaluate.ipynb #d40f69d3
+def shifts(
+    model:nn.Module, # any model
+)->bool:
+    "Whether the model predicts the next token, so that its targets come one place later: a causal language model of Hugging Face, by the name of its class"
+    model = getattr(model, "_orig_mod", model)
+    return any(re.search(r"CausalLM|LMHeadModel", c.__name__) for c in type(model).__mro__)
+
+def classified(
+    model:nn.Module, # that made the outputs
+    out,             # what it returned for a batch
+    targs,           # what came with the batch
+)->tuple:            # log-probabilities `[n, classes, places]`, class numbers `[n, places]`, bool where they count, whether places are tokens
+    "Outputs and targets of one batch of a classifier. Raises ValueError for what is no classification"
+    logits, named = _tensor(logits_of(out)), logits_of(out) is not out
+    targs = class_numbers(logits, _tensor(torch.as_tensor(targs) if isinstance(targs, np.ndarray | list) else targs))
+    logits = logits.detach().movedim(class_axis(Fields(logits=logits) if named else logits, targs), 1)
+    if logits.shape[:1] + logits.shape[2:] != targs.shape: refuse(f"outputs are {tuple(logits.shape)} with classes on the second axis, targets {tuple(targs.shape)}", "lambda out, y: ...")
+    if targs.dim() == 2 and shifts(model): logits, targs = logits[:, :, :-1], targs[:, 1:]
+    n, classes = logits.shape[:2]
+    targs = targs.reshape(n, -1).long()
+    counts = (targs != -100) & ((targs != 255) | (logits.dim() < 4 or classes > 255))   # what PyTorch's losses leave out, and the border of segmented images
+    inside = targs[counts]
+    if len(inside) and not 0 <= inside.min() <= inside.max() < classes:
+        raise ValueError(f"targets go from {inside.min()} to {inside.max()}, and the model has {classes} classes: 0 to {classes - 1}")
+    return logits.reshape(n, classes, -1).float().log_softmax(1), targs, counts, logits.dim() == 3
+
+# %% ../nbs/09_evaluate.ipynb #9d8661a0
+@contextmanager
+def same_draws(
+    data, # a DataLoader, or batches
+):
+    "The generator with which a PyTorch DataLoader shuffles is as before after the block"
+    loaders = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
+    own = [g for o in loaders if isinstance(g := getattr(o, "generator", None), torch.Generator)]
+    states = [g.get_state() for g in own]
+    try: yield
+    finally:
+        for g, state in zip(own, states, strict=True): g.set_state(state)
+
+def checksum(
+    x, # inputs and targets of a batch
+)->tuple:
+    "Numbers that are the same only for the same tensors in the same order"
+    def one(t):
+        t = t.detach().flatten().double().nan_to_num()
+        return len(t), float((t*torch.arange(1, len(t) + 1, device=t.device).double().sqrt()).sum())
+    return tuple(one(t) for t in tensors_in(x) if not t.is_complex() and t.layout == torch.strided)
+
+# %% ../nbs/09_evaluate.ipynb #c23b864e
+class ClassifierData:
+    "An `eval_fn` that is data: whether each sample is right, and how far its distribution over classes is from that of the untouched model"
+    def __init__(self,
+        data,        # DataLoader, list of batches, or one batch: a pair (inputs, targets), or a dict with labels
+        sample=None, # one example input, where the model takes several
+        name="eval_fn", # what the user calls it
+    ):
+        self.data, self.sample, self.name = data, sample, name
+        self.untouched, self.order = None, None
+    def new_baseline(self):
+        "Forget the untouched model: the next one that is evaluated takes its place"
+        self.untouched = None
+    def batches(self, device):
+        "Inputs and targets, in the same order each time. Raises ValueError if they are not, or if there are none"
+        marks, loader = [], FirstBatches(self.data, None) if hasattr(self.data, "rng") else self.data
+        with same_draws(self.data):
+            for batch in loader:
+                x, y = self.pair(to_device(batch, device))
+                marks.append(checksum((x, y)))
+                if self.order is not None and self.order[len(marks) - 1:len(marks)] != marks[-1:]: self.other_order()
+                yield x, y
+        if not marks: raise ValueError(f"{self.name} is empty: there is no batch in it")
+        if self.order is not None and len(marks) != len(self.order): self.other_order()
+        self.order = marks
+    def other_order(self):
+        "Raises ValueError"
+        raise ValueError(f"{self.name} must give the same samples in the same order each time, and these are others: use a DataLoader with shuffle=False and without random augmentation, or read it once with list(loader)")
+
+# %% ../nbs/09_evaluate.ipynb #44fbbc13
+@patch
+def pair(self:ClassifierData, batch)->tuple:
+    "A batch as inputs and targets. Raises ValueError if there are no targets"
+    n = getattr(self.data, "n_inp", None)   # a fastai DataLoader knows how many are inputs
+    if isinstance(batch, tuple | list) and n is not None: x, y = batch[0] if n == 1 else tuple(batch[:n]), batch[n] if len(batch) == n + 1 else None
+    elif isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], tuple | list | Mapping): x, y = batch
+    elif isinstance(batch, tuple | list | Mapping | Tensor): x, y = split(batch, self.sample)
+    else: raise ValueError(f"a batch of {self.name} is a pair, (inputs, targets), or a dict with labels; got {type(batch).__name__}")
+    if y is None: raise ValueError(f"a batch of {self.name} needs targets: a pair, (inputs, targets), or a dict with labels; got {type(batch).__name__}" + (f" of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""))
+    return mapped(_tensor, x), y
+
+@patch
+def __call__(self:ClassifierData,
+    model:nn.Module, # evaluated in eval mode, without gradients; comes back as it was
+)->tuple:            # whether each sample is right, `[n]`, or a list of such for the tokens of each sequence; divergences in nats, `[n]`
+    "Accuracy and divergence from the untouched model, sample by sample"
+    right, away, seen, tokens = [], [], [], False
+    with leave_no_trace(model, weights=()), torch.no_grad():
+        model.eval()
+        for k, (x, y) in enumerate(self.batches(next((p.device for p in model.parameters()), None))):
+            logp, targs, counts, tokens = classified(model, call(model, x), y)
+            seen.append(logp)
+            p = logp if self.untouched is None else self.untouched[k]
+            if p.shape != logp.shape: self.other_order()
+            kl = torch.where(p.exp() > 0, p.exp()*(p - logp), 0.).sum(1)
+            hit, some = (logp.argmax(1) == targs).float(), counts.any(1)
+            size = counts.sum(1)[some]
+            away.append((kl*counts).sum(1)[some]/size)
+            right += [hit[i][counts[i]] for i in some.nonzero().flatten()] if tokens else [(hit*counts).sum(1)[some]/size]
+    if self.untouched is None: self.untouched = seen
+    if not sum(map(len, away)): raise ValueError(f"{self.name} has no target that counts")
+    return right if tokens else torch.cat(right), torch.cat(away)
+
+# %% ../nbs/09_evaluate.ipynb #7d3ebb10
+def as_eval_fn(
+    eval_fn,        # function of the model; or data of a classifier: a DataLoader, a list of batches, or one pair (inputs, targets)
+    name="eval_fn", # what the user calls it
+    sample=None,    # one example input, where the model takes several
+)->Callable:        # model -> scores
+    "The function that is meant. Raises TypeError for what is neither a function nor data, ValueError for data that is empty or can be read only once"
+    if hasattr(eval_fn, "dls"): raise TypeError(f"{name} is a function of the model or data; got a Learner: use SensitivityAnalyzer.from_learner, or its data, learn.dls.valid")
+    if hasattr(type(eval_fn), "train") and hasattr(type(eval_fn), "valid"): raise TypeError(f"{name} is a function of the model or data; got {type(eval_fn).__name__}: take one of its loaders, such as dls.valid")
+    if callable(eval_fn): return eval_fn
+    if isinstance(eval_fn, Iterator): raise ValueError(f"{name} can be read only once, and is needed for every layer; give a list or a DataLoader")
+    if isinstance(eval_fn, Mapping) or isinstance(eval_fn, tuple) and len(eval_fn) == 2: return ClassifierData([eval_fn], sample, name)
+    if isinstance(eval_fn, Dataset) and not isinstance(eval_fn, IterableDataset): raise TypeError(f"{name} is a function of the model or data in batches; got {type(eval_fn).__name__}: give DataLoader(dataset, batch_size=64)")
+    if isinstance(eval_fn, str | bytes | Tensor | np.ndarray) or not isinstance(eval_fn, Iterable):
+        raise TypeError(f"{name} is a function of the model; got {type(eval_fn).__name__}; or data of a classifier: a DataLoader, a list of batches, or a pair (inputs, targets)")
+    if isinstance(eval_fn, tuple | list) and not eval_fn: raise ValueError(f"{name} is empty: there is no batch in it")
+    return ClassifierData(eval_fn, sample, name)
 
 # %% ../nbs/09_evaluate.ipynb #51d7141d
 def single_scores(
@@ -299,6 +497,25 @@ def _keep_losses():
             return torch.cat(self.kept)
     return KeepLosses()
 
+def _keep_outputs()->tuple:
+    "Two fastai callbacks: one keeps each `ModelOutput` or dict and leaves its logits to be gathered, since fastai cannot gather those; one puts it back"
+    from fastai.callback.core import Callback
+    class KeepOutputs(Callback):
+        "Keeps outputs that are mappings"
+        order = -1
+        def before_validate(self): self.kept = []
+        def after_batch(self):
+            self.whole = getattr(self.learn, "pred", None)
+            if not isinstance(self.whole, Mapping): return
+            self.kept.append(mapped(lambda t: t.detach().cpu(), self.whole))
+            self.learn.pred = logits_of(self.whole)
+    class PutBack(Callback):
+        "Gives metrics the whole output"
+        order = 1
+        def after_batch(self): self.learn.pred = keep.whole
+    keep = KeepOutputs()
+    return keep, PutBack()
+
 def _unreduced(learn):
     "The Learner's loss function returns a loss for each sample in the block, if it can"
     loss = learn.loss_func
@@ -340,12 +557,12 @@ def learner_eval(
     (_, score), (objective, keeps) = learner_metric(learn, metric), learner_objective(learn, objective)
     if dl is None and not isinstance(learn.dls.valid, DataLoader): dl = learn.dls.valid
     def run(model):
-        own, learn.model = learn.model, model
+        (own, learn.model), (whole, back) = (learn.model, model), _keep_outputs()
         try:
             bars = [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
-            with learn.removed_cbs(bars), learn.no_logging(), _unreduced(learn) if keeps else nullcontext(): preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=keeps)
+            with learn.removed_cbs(bars), learn.no_logging(), _unreduced(learn) if keeps else nullcontext(): preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=[*keeps, whole, back])
         finally: learn.model = own
-        return mapped(_tensor, preds), mapped(_tensor, targs)
+        return mapped(_tensor, _joined(whole.kept) if whole.kept else preds), mapped(_tensor, targs)
     return Evaluation(run, score, objective)
 
 # %% ../nbs/09_evaluate.ipynb #014cf852
@@ -362,10 +579,6 @@ def _raw(x): return x
 def _several(targs)->tuple:
     "Targets as fastai hands them on, one argument each"
     return targs if isinstance(targs, tuple) else (targs,)
-
-def _tensor(x)->Tensor:
-    "Without fastai's subclass, which `vmap` does not know"
-    return x.as_subclass(Tensor) if isinstance(x, Tensor) else x
 
 # %% ../nbs/09_evaluate.ipynb #7afeb51e
 def learner_sample(
@@ -457,7 +670,7 @@ def kl_from(
     "An `eval_fn`: how far predictions are from those that `model` makes now, for `higher_is_better=False`"
     inputs, away = [x for x, _ in batches(data, sample, next(model.parameters()).device)], Divergence(axis)
     @torch.no_grad()
-    def eval_fn(m): return away(torch.cat([getattr(out := call(m, x), "logits", out) for x in inputs]))
+    def eval_fn(m): return away(_joined([logits_of(call(m, x)) for x in inputs]))
     with leave_no_trace(model, weights=()): eval_fn(model.eval())   # the first outputs are what the others are compared with
     return eval_fn
 
@@ -480,7 +693,9 @@ class FineTuned:
     "An `eval_fn` for what is compressed to zeros, or without channels: what a copy of the model scores after `train`, with the zeros of its weights held, those of the untouched model too. Raises TypeError for what is no function, ValueError for a model that cannot be copied"
     train:Callable   # model, in training mode -> anything; trains it in place with an optimizer of its own, a few batches are enough
     eval_fn:Callable # model -> number or per-sample scores, or a pair with the objective
-    def __post_init__(self): check_functions(train=self.train, eval_fn=self.eval_fn)
+    def __post_init__(self):
+        check_functions(train=self.train)
+        object.__setattr__(self, "eval_fn", as_eval_fn(self.eval_fn))
     def __call__(self, model:nn.Module):
         "Train a copy, score it; the model itself is not touched"
         with torch.inference_mode(False), torch.enable_grad():

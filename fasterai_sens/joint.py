@@ -15,7 +15,7 @@ from itertools import combinations
 from torch import nn
 
 from .criteria import large_final
-from .evaluate import Score, check_functions
+from .evaluate import Score, as_eval_fn
 from .inputs import batches, check_sample
 from .measure import check_baseline, check_training, evaluate, ticker, untouched
 from .plans import Choice, Compressor, Problem, best_within, choose_around, excluding, option_costs, planned, set_up
@@ -225,7 +225,8 @@ def search_plan(
     "The best of the plans within the budgets, improved by measured exchange. Raises as `allocate` does"
     if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
     if "latency" in (budget if isinstance(budget, Mapping) else [cost]): raise ValueError("latency cannot be counted, so there is no search within it; allocate plans for it, and flops are near")
-    check_functions(eval_fn=eval_fn, report_fn=report_fn or eval_fn)
+    eval_fn = as_eval_fn(eval_fn, sample=sample)
+    report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample)
     check_sample(model, sample)
     with slow_bar(2, verbose, "plans to start from") as tick:
         problem, budgets, compressor, first, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data)
