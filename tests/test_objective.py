@@ -534,7 +534,7 @@ def test_evaluation_takes_what_data_loaders_give():
         ((iter([]), correct), ValueError, "read only once"),
         (((), correct), ValueError, "a pair"),
         (([], correct), ValueError, "data is empty"),
-        (([torch.ones(2, 2)], correct), ValueError, "a pair, (inputs, targets); got Tensor"),
+        (([torch.ones(2, 2)], correct), ValueError, "a pair, (inputs, targets), or a dict with labels; got Tensor"),
         (([(torch.ones(2, 2),) * 3], correct), ValueError, "got tuple of 3"),
         (([(torch.ones(2, 2), ["a", "b"])], correct), TypeError, "str"),
         (([(torch.ones(2, 2), torch.ones(2))], 0.9), TypeError, "metric is a function"),
