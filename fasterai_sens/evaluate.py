@@ -185,6 +185,7 @@ class Divergence:
         each = torch.where(p > 0, p*(self.untouched - logq), 0.).sum(axis)
         return each.reshape(len(each), -1).mean(1)
 
+# %% ../nbs/09_evaluate.ipynb #a1841bee
 def class_axis(
     preds,      # what a model returned: logits, or a `ModelOutput` or dict with them
     targs=None, # class numbers, if there are any
@@ -244,6 +245,7 @@ def _one_mapping(parts:list)->Mapping:
     if not any(True for _ in tensors_in(out)): raise TypeError(f"outputs and targets hold tensors; got {type(parts[0]).__name__} of {', '.join(map(repr, parts[0]))}")
     return Fields(out) if type(parts[0]) is dict else like(parts[0], out)
 
+# %% ../nbs/09_evaluate.ipynb #171c9be3
 def evaluation(
     data,            # list of batches or DataLoader, each batch a pair (inputs, targets) or a dict with labels; or one such pair
     metric:Callable, # (predictions, targets) -> number or per-sample scores; of tokens `[sequences, tokens]`
@@ -516,6 +518,7 @@ def _keep_outputs()->tuple:
     keep = KeepOutputs()
     return keep, PutBack()
 
+# %% ../nbs/09_evaluate.ipynb #4bee654d
 def _unreduced(learn):
     "The Learner's loss function returns a loss for each sample in the block, if it can"
     loss = learn.loss_func
