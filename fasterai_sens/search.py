@@ -445,11 +445,9 @@ def search_targets(
     verbose:bool=True, # show a progress bar
 )->SearchResult:
     "The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
-    if layer_types is not None: layer_types = check_types(layer_types)
     if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
-    eval_fn = as_eval_fn(eval_fn, sample=sample)
-    report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample)
-    options = dict(layers=layers, layer_types=layer_types, locked=locked, min_pct=min_pct, max_pct=max_pct)
+    eval_fn, report_fn = as_eval_fn(eval_fn, sample=sample), report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample)
+    options = dict(layers=layers, layer_types=None if layer_types is None else check_types(layer_types), locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
     with leave_no_trace(model):
