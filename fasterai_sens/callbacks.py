@@ -12,6 +12,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -204,7 +205,8 @@ def before_train(self:CompressionCallback):
     self.start_fit()
     self.in_fit = True
     if not self.judges: return
-    for cb in best_keepers(self.learn): cb.last_saved_path = None
+    for cb in best_keepers(self.learn):
+        if isinstance(cb, SaveModelCallback): cb.last_saved_path = None
 
 # %% ../nbs/18_callbacks.ipynb #6dbace30
 @patch
@@ -230,8 +232,8 @@ def units_now(self:CompressionCallback)->list: # of `Unit`
     "The compressed layers in the learner's model, which another callback may have replaced"
     model, units = inner_model(self.learn.model), self.units_of_fit()
     if model is self.model_of_fit: return units
-    known = by_name(all_units(model)[0])
-    return [known[u.name] for u in units if u.name in known]
+    known = {_plain_name(name): u for name, u in by_name(all_units(model)[0]).items()}
+    return [replace(known[name], name=u.name) for u in units if (name := _plain_name(u.name)) in known]
 
 @patch
 def sums(self:CompressionCallback)->tuple: # one number for each layer
@@ -321,8 +323,9 @@ def have_last_word(self:CompressionCallback):
     "Take weights that were measured before the compression was complete out again; compress others"
     name = type(self).__name__
     if self.last is not None and (self.loads or self.sums() in self.seen):
-        self.learn.model, state = self.last
-        self.learn.model.load_state_dict(state)
+        model, state = self.last
+        model.load_state_dict(state)
+        if inner_model(self.learn.model) is not model: self.learn.model = model
         warnings.warn(f"{name}: at the end of the fit another callback loaded weights from before the compression was complete; they were not taken, the model has those of the last step", stacklevel=2)
         return
     self.compress()
@@ -444,8 +447,7 @@ def compress(self:SparsifyCallback):
 @patch
 def rows(self:SparsifyCallback)->list:
     "How sparse each layer is now, what it should be at the end of the fit, and whether it is"
-    model = inner_model(self.learn.model)
-    units = self.sparsifier.units if model is self.model_of_fit else find_units(model, layer_types=self.layer_type)[0]
+    units = self.sparsifier.units if inner_model(self.learn.model) is self.model_of_fit else self.units_now()
     asked, found = {u.name: pct for u, pct in self.levels_at(1.).items()}, sparsity_report(units)
     overall = sum(r["zeros"] for r in found if r["layer"] in asked) >= sum(self.zeros_wanted.values())
     for r in found:
