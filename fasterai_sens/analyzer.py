@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .criteria import as_criterion, large_final
+from .effects import no_effect
 from .evaluate import as_eval_fn, default_objective, falls, first_metric, forget_untouched, learner_criterion, learner_eval, learner_metric, learner_sample
 from .inputs import FirstBatches, check_sample, to_device
 from .layers import all_units, by_name, find_units
@@ -44,6 +45,7 @@ class SensitivityAnalyzer:
         self.units, self.skipped = find_units(model)
         if device is not None: sample = to_device(sample, _same_device(device, self.units[0].weight.device))
         check_sample(model, sample)
+        self.deaf = no_effect(model, sample)   # why no analysis could see anything, or None
         self.model, self.sample, self.eval_fn, self.calibration_data = model, sample, eval_fn, calibration_data
         self.criteria, self.higher_is_better, self.metric_name, self.objective_name = as_criterion(criteria), higher_is_better, metric_name, objective_name
 
@@ -106,9 +108,10 @@ def _run(self:SensitivityAnalyzer, compression, levels, options, *, layers, laye
         several = lambda levels: [make(cls.default_level if level is None else level) for level in (levels or usual)]
         if isinstance(levels, Mapping): perturbations, wanted = _each(self.model, units, {n: several(v) for n, v in levels.items()})
         else: perturbations = several(levels)
+    if self.deaf: raise ValueError(self.deaf)
     forget_untouched(self.eval_fn)
     return measure(self.model, units, perturbations, self.eval_fn, name=name, skipped=skipped, metric_name=self.metric_name,
-                   higher_is_better=self.higher_is_better, objective_name=self.objective_name, wanted=wanted, stop=stop, verbose=verbose)
+                   higher_is_better=self.higher_is_better, objective_name=self.objective_name, wanted=wanted, stop=stop, sample=self.sample, verbose=verbose)
 
 def _each(model:nn.Module, units:list, asked:dict)->tuple:
     "All perturbations in `asked`, each once and mildest first, and the levels of each unit: those asked for any of its layers"

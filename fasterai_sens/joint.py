@@ -10,11 +10,13 @@ __all__ = ['steps', 'moves', 'one_round', 'uniform_levels', 'one_ranking', 'Plan
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from torch import nn
 
 from .criteria import large_final
+from .effects import check_effect, check_heard, same_score
 from .evaluate import Score, as_eval_fn
 from .inputs import batches, check_sample
 from .measure import check_baseline, check_training, evaluate, ticker, untouched
@@ -228,6 +230,7 @@ def search_plan(
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample)
     check_sample(model, sample)
+    check_effect(model, sample)
     with slow_bar(2, verbose, "plans to start from") as tick:
         problem, budgets, compressor, first, about = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data)
         for f in (eval_fn, report_fn): check_training(f, [methods[m] for c in problem.choices for m in c.methods])
@@ -252,6 +255,7 @@ def _searched(meter:PlanMeter, report, starts:dict, problem:Problem, budgets:dic
     levels, _ = exchange_levels(meter, starts[first], now, problem.pairs, budgets, calls)
     scores["search"] = meter.score(meter.plan(levels))
     plans = {n: planned(list(zip(problem.choices, at, strict=True)), **about) for n, at in (starts | {"search": levels}).items()}
+    check_heard(meter.model, meter.masker.sample, dense, [(n, partial(meter.masker, plans[n]), same_score(dense, score)) for n, score in scores.items()], higher_is_better=meter.sign < 0, everything=False)
     for p in plans.values(): p.costs = meter.masker.costs(p, tuple(budgets), really=True)
     reported, whole = scores, dense
     if report: whole, reported = report.dense(), {n: report.score(p) for n, p in plans.items()}

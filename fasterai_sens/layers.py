@@ -249,6 +249,8 @@ def _nothing(model:nn.Module, kinds:tuple|None, skipped:list)->str:
     "The message when no layer is left, with what stood in the way"
     of_type = f" of type {' or '.join(k.__name__ for k in kinds)}" if kinds else ""
     reasons = [f"{n}: {why}" for n, why in skipped if "is not a compressible layer" not in why]
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()): reasons.append("what was scripted or traced has no layers of its own; pass the model as it was before")
+    elif has_class(model, "torch.fx.graph_module.GraphModule"): reasons.append("what was exported has no layers of its own; pass the model as it was before")
     return (f"{type(model).__name__} has no compressible layer" + of_type
             + "; compressible are Conv1d/2d/3d, ConvTranspose1d/2d/3d, Linear and the weights inside MultiheadAttention" + "".join(f"; {r}" for r in reasons[:3]))
 

@@ -10,10 +10,12 @@ __all__ = ['stop_modes', 'untouched', 'evaluate', 'stop_rule', 'rows_of', 'measu
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from numbers import Real
 
 from torch import nn
 
+from .effects import check_heard, same_score
 from .evaluate import FineTuned, Score, as_score, compare, why_no_ci
 from .layers import all_units
 from .results import LayerSensitivity, SensitivityResult, SweepResult
@@ -85,6 +87,7 @@ def measure(
     objective_name="objective", # if `eval_fn` returns one
     wanted:dict|None=None, # name of a unit -> levels to measure it at; None: all units at all levels
     stop:Callable=lambda metric, base: False, # from `stop_rule`
+    sample=None,        # example input, to tell evaluations that see nothing from layers that are robust; None: do not look
     verbose=False,      # show a progress bar
 )->SweepResult:
     "Evaluate every unit at every level, mildest first, and the untouched model once; the results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite"
@@ -97,12 +100,14 @@ def measure(
         restore()
         check_baseline(base, metric_name, objective_name)
         steps = progress([(p, u) for p in levels for u in units if wanted is None or p.level in wanted[u.name]], verbose)
-        stopped, found = {}, {p.level: ([], list(skipped)) for p in levels}
+        stopped, tried, found = {}, [], {p.level: ([], list(skipped)) for p in levels}
         for p, u in steps:
             rows, left_out = found[p.level]
             why = stopped.get(u.name) or p.refusal(u)
             score = None if why else evaluate(model, eval_fn, p, u)
-            if score: restore()
+            if score:
+                restore()
+                tried.append((u.name, partial(p, model, u), same_score(base, score)))
             if why: left_out.extend((layer.name, why) for layer in u.layers)
             if u.name in stopped: continue
             new = rows_of(u, base, score, higher_is_better)
@@ -110,6 +115,7 @@ def measure(
             if score and stop(score.value, base.value): stopped[u.name] = f"stopped early: {metric_name} {score.value:.4g} at level {p.level:g}"
             if verbose: steps.comment = f"{u.name} " + ("not measured" if why else f"{new[0].delta:+.4f}")
     order = {u.name: i for i, u in enumerate(all_units(model)[0])}
+    if sample is not None: check_heard(model, sample, base, tried, higher_is_better=higher_is_better, everything=len(order) == sum(len(u.layers) for u in units))
     for rows, _ in found.values(): rows.sort(key=lambda r: order[r.name])
     about = dict(objective_name=None if base.objective is None else objective_name, baseline_objective=base.objective)
     results = {p.level: SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings, strength=p.strength, **about) for p in levels}

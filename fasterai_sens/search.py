@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .baselines import Budget, baselines, budget
 from .criteria import bind, check_granularity, large_final, parse_nm
+from .effects import check_effect, check_heard, same_score
 from .evaluate import Score, as_eval_fn, check_functions, compare, forget_untouched, why_no_ci
 from .inputs import batches, call, check_sample
 from .layers import check_model, check_types, filters_first, target_units
@@ -100,6 +101,14 @@ class Masker:
         for i, pct in enumerate(pcts):
             if pct != self.now[i]: self._set(i, float(pct))
         forget_casts()
+    @contextmanager
+    def held(self,
+        pcts, # percent of each unit
+    ):
+        "The units are as sparse as that inside the block, and dense after it"
+        self.set(pcts)
+        try: yield
+        finally: self.set([0.]*len(self.units))
     def _set(self, i:int, pct:float):
         u, rank = self.units[i], self.ranks[i]
         keep = filters_first(u.module, (rank >= n_dropped(rank.numel(), pct)).expand(u.filters.shape))
@@ -450,6 +459,7 @@ def search_targets(
     options = dict(layers=layers, layer_types=None if layer_types is None else check_types(layer_types), locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
+    check_effect(model, sample)
     with leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
@@ -458,6 +468,8 @@ def search_targets(
         (total, calls), masker = _calls(evaluations, len(b.units), len(plans) + 1, around is not untouched and hasattr(eval_fn, "new_baseline")), Masker(b.units, granularity, bound)
         meter = Meter(model, masker, eval_fn, around, higher_is_better, ticker(total, verbose))
         dense, scores = _search(meter, b, plans, *path_start(model, b, options, calls), calls)
+        masker.set(meter.nothing)
+        check_heard(model, sample, dense, [(n, partial(masker.held, plans[n].values()), same_score(dense, score)) for n, score in scores.items()], higher_is_better=higher_is_better, everything=layers is None and layer_types is None)
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
             report, rising = Meter(model, masker, report_fn, around, rising), rising if report_higher_is_better is None else report_higher_is_better

@@ -27,6 +27,7 @@ from torch import nn
 from .channels import pick
 from .counters import count_flops_params, n_bytes, unseen
 from .criteria import bind, large_final
+from .effects import check_effect
 from .inputs import check_sample
 from .layers import all_units, check_model, filters_first, find_units, target_units
 from .plans import cost_rules
@@ -258,6 +259,7 @@ def find_steps(
     given = {k: v for k, v in options.items() if v is not None}
     takes = {m: named(c.__init__)[4:] for m, c in step_methods.items()}   # without self, model, sample and layers
     check_options(given, takes[compression], compression, elsewhere=takes)
+    check_effect(model, sample)
     return step_methods[compression](model, sample, layers, **given)
 
 # %% ../nbs/16_sizes.ipynb #6bac2d0e

@@ -1,6 +1,8 @@
 """What keeps a weight of before: `torch.autocast`, whose copies last until its outermost block ends, and models that hold weights of their own."""
 
+import copy
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -490,3 +492,313 @@ def test_recovery_inside_autocast(compression):
 
     (found, _), (expected, _) = in_both(do, lambda: network(1))
     assert_same(found, expected)
+
+
+# ---- models and evaluations that hold weights of their own
+
+
+class Holds(nn.Module):
+    """Computes with something that it makes of its layers once"""
+
+    def __init__(self, make, layers=None):
+        super().__init__()
+        self.layers, self.make, self.held = layers or mlp(), make, {}
+
+    def forward(self, x):
+        """What it holds, called"""
+        if "held" not in self.held:
+            self.held["held"] = self.make(self.layers)
+        return self.held["held"](x)
+
+
+def mlp(**options):
+    """Two layers"""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16, **options), nn.ReLU(), nn.Linear(16, 4, **options)).eval()
+
+
+Z, T = torch.randn(40, 8, generator=torch.Generator().manual_seed(3)), torch.arange(40) % 4
+SAMPLE = Z[:5]
+
+
+def loss_of_each(model):
+    """Cross-entropy of each sample"""
+    with torch.no_grad():
+        return F.cross_entropy(model(Z), T, reduction="none")
+
+
+def loss(model):
+    """The same as one number"""
+    return loss_of_each(model).mean().item()
+
+
+def hits(model):
+    """Whether each sample is right"""
+    with torch.no_grad():
+        return (model(Z).argmax(1) == T).float()
+
+
+def deltas(model, eval_fn=loss_of_each, compression="sparsity", level=None, **options):
+    """Of all layers"""
+    r = SensitivityAnalyzer(model, options.pop("sample", SAMPLE), eval_fn, higher_is_better=False, metric_name="loss").analyze(compression, level, verbose=False, **options)
+    return [x.delta for x in r.layers]
+
+
+def traced(net):
+    """A copy of its own, as an exporter makes one"""
+    return torch.jit.freeze(torch.jit.trace(copy.deepcopy(net), SAMPLE))
+
+
+def frozen_arrays(net):
+    """NumPy arrays, as a runtime behind another interface has them"""
+    (w, b), (v, c) = [(m.weight.detach().numpy().copy(), m.bias.detach().numpy().copy()) for m in (net[0], net[2])]
+    return lambda x: torch.from_numpy((x.numpy() @ w.T + b).clip(0) @ v.T + c)
+
+
+DOORS = dict(
+    analyze=lambda m: deltas(m),
+    quantization=lambda m: deltas(m, compression="quantization"),
+    sweep=lambda m: SensitivityAnalyzer(m, SAMPLE, loss_of_each).sweep(verbose=False),
+    search=lambda m: search_targets(m, SAMPLE, loss_of_each, 50, higher_is_better=False, verbose=False),
+    degradation=lambda m: analyze_degradation(m, SAMPLE, loss_of_each, (100, 50), "sparsity", higher_is_better=False, metric_name="loss", verbose=False),
+    size=lambda m: compress_to_size(m, SAMPLE, 50, "sparsity"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("make", [copy.deepcopy, traced, frozen_arrays])
+@pytest.mark.parametrize("door", DOORS)
+def test_models_that_compute_with_copies_are_refused(make, door):
+    """Whoever asks; and the model is as it was"""
+    model = Holds(make)
+    model(SAMPLE)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="its output on the sample is the same to the bit"):
+        DOORS[door](model)
+    assert not changes(before, fingerprint(model))
+
+
+def test_search_plan_refuses_too():
+    """With sweeps of the model as it was before"""
+    net = mlp()
+    model = Holds(copy.deepcopy, net)
+    model(SAMPLE)
+    twin = Net(lambda m, x: m.layers(x), layers=net)
+    sweeps = SensitivityAnalyzer(twin, SAMPLE, loss_of_each, higher_is_better=False).sweep(verbose=False)
+    with pytest.raises(ValueError, match="the same to the bit"):
+        search_plan(model, SAMPLE, loss_of_each, sweeps, "60%", verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*isinstance.*LeafSpec")
+def test_scripted_and_exported_models():
+    """No layers are left in them; the message says what to pass instead"""
+    net = mlp()
+    for m in (torch.jit.trace(net, SAMPLE), torch.jit.freeze(torch.jit.trace(net, SAMPLE)), torch.jit.script(net)):
+        with pytest.raises(ValueError, match="scripted or traced.*pass the model as it was before"):
+            deltas(m)
+    program = torch.export.export(net, (SAMPLE,))
+    with pytest.raises(ValueError, match="exported.*pass the model as it was before"):
+        deltas(program.module())
+    with pytest.raises(TypeError, match="ExportedProgram"):
+        deltas(program)
+
+
+def eval_fns_of_another(net):
+    """Evaluations that do not look at the model they are given"""
+    other, table = copy.deepcopy(net), loss_of_each(net)
+    return dict(
+        copy=lambda m: loss_of_each(other), number=lambda m: loss(other), table=lambda m: table,
+        pair=lambda m: (hits(other), loss_of_each(other)), kl=evaluation([(Z, T)], lambda p, t: (other(Z).argmax(1) == t).float(), lambda p, t: F.cross_entropy(other(Z), t).detach()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["copy", "table", "pair", "kl"])
+def test_evaluations_of_another_model_are_refused(name):
+    """Not one bit of any score changed, though the output did"""
+    net = mlp()
+    eval_fn, before = eval_fns_of_another(net)[name], fingerprint(net)
+    with pytest.raises(ValueError, match="eval_fn does not evaluate the model that it is given"):
+        deltas(net, eval_fn)
+    assert not changes(before, fingerprint(net))
+    with pytest.warns(UserWarning, match="eval_fn does not evaluate"):
+        deltas(net, eval_fn, level=90, layers=["0"])  # one layer: the metric may not depend on it
+
+
+@pytest.mark.parametrize("compression", ["sparsity", "quantization"])
+def test_one_number_of_another_model_is_doubted(compression):
+    """A single number may be coarse; a loss hardly is"""
+    net = mlp()
+    with pytest.warns(UserWarning, match="eval_fn does not evaluate the model"):
+        deltas(net, eval_fns_of_another(net)["number"], compression)
+
+
+def test_searches_and_curves_with_an_evaluation_of_another_model():
+    """The same for plans"""
+    net = mlp()
+    eval_fn = eval_fns_of_another(net)["copy"]
+    with pytest.raises(ValueError, match="no score changed by a bit"):
+        search_targets(net, SAMPLE, eval_fn, 50, higher_is_better=False, verbose=False)
+    with pytest.raises(ValueError, match="no score changed by a bit"):
+        analyze_degradation(net, SAMPLE, eval_fn, (100, 60, 40), "sparsity", higher_is_better=False, metric_name="loss", runs=0, verbose=False)
+    sweeps = SensitivityAnalyzer(net, SAMPLE, loss_of_each, higher_is_better=False).sweep(verbose=False)
+    with pytest.warns(UserWarning, match="no score changed by a bit"):
+        search_plan(net, SAMPLE, eval_fn, sweeps, "60%", verbose=False)
+
+
+def test_accuracy_of_another_model_is_doubted():
+    """Shares of few samples can be what they were; if the output moved far, it is said"""
+    net = mlp()
+    other = copy.deepcopy(net)
+    with pytest.warns(UserWarning, match="the metric is too coarse to see it"):
+        deltas(net, lambda m: hits(other), level=90)
+
+
+def separable():
+    """A classifier that is right by far: its accuracy does not notice much"""
+    net = mlp(bias=False)
+    net[0].weight.data = torch.cat([torch.eye(8), -torch.eye(8)])
+    net[2].weight.data = torch.zeros(4, 16)
+    for c in range(4):
+        net[2].weight.data[c, c] = 10.0
+    return net
+
+
+RIGHT = F.one_hot(T, 8).float() * 5 + 0.01 * Z
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_false_alarm_for_robust_models():
+    """Accuracy that stays what it is; tiny levels; a model that is sparse or rounded already; perturbations that do nothing"""
+
+    def right(model):
+        with torch.no_grad():
+            return (model(RIGHT).argmax(1) == T).float()
+
+    assert deltas(separable(), right, sample=RIGHT[:2]) == [0, 0]
+    assert deltas(separable(), right, "quantization", 8, sample=RIGHT[:2]) == [0, 0]
+    assert deltas(separable(), lambda m: right(m).mean().item(), sample=RIGHT[:2]) == [0, 0]
+    assert any(deltas(mlp(), level=1))
+    sparse = mlp()
+    Sparsifier(sparse).sparsify_model(60)
+    assert deltas(sparse, level=50) == [0, 0]
+    rounded = mlp()
+    with quantize_model(rounded, 4):
+        assert deltas(rounded, loss, "quantization", 4) == pytest.approx([0, 0], abs=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_false_alarm_for_odd_models():
+    """Layers that the sample does not reach, first layers that are dead or zero, a new head, outputs that are classes, zeros or of no known kind"""
+    unused = Net(lambda m, x: m.b(m.a(x).relu()), x1=nn.Linear(3, 3), x2=nn.Linear(3, 3), x3=nn.Linear(3, 3), a=nn.Linear(8, 16), b=nn.Linear(16, 4), x4=nn.Linear(9, 9))
+    found = deltas(unused)
+    assert found[:3] == [0, 0, 0] and found[-1] == 0 and any(found)
+    assert deltas(unused, layers=["x4"]) == [0] and deltas(unused, layers="x1") == [0]
+    dead = mlp()
+    dead[0].bias.data.fill_(-100.0)
+    assert deltas(dead) == [0, 0]
+    new = mlp()
+    nn.init.zeros_(new[2].weight)
+    assert deltas(new, level=90) == [0, 0]
+    zero = mlp()
+    for p in zero.parameters():
+        p.data.zero_()
+    assert deltas(zero) == [0, 0]
+    first_is_zero = mlp()
+    nn.init.zeros_(first_is_zero[0].weight)
+    assert any(deltas(first_is_zero, level=90))
+    classes = Net(lambda m, x: m.net(x).argmax(1), net=mlp())
+    assert len(deltas(classes, lambda m: (m(Z) == T).float())) == 2
+    silent = Net(lambda m, x: (m.net(x) - 100).relu(), net=mlp())
+    assert deltas(silent, lambda m: m(Z).sum(1).detach()) == [0, 0]
+    sure = Net(lambda m, x: {"p": m.net(1e4 * x).softmax(1), "text": "sure"}, net=mlp())
+    assert len(deltas(sure, lambda m: m(Z)["p"].amax(1).detach())) == 2
+    two_heads = Net(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
+    assert any(deltas(two_heads, lambda m: F.cross_entropy(m(Z)[0], T, reduction="none").detach()))
+    noisy = Net(lambda m, x: m.net(x) + torch.randn(len(x), 4), net=mlp())
+    assert any(deltas(noisy, level=90))
+    strict = Net(lambda m, x: m.net(x) if m.net[0].weight.std() < 0.21 else {}["noise"], net=mlp())
+    assert any(deltas(strict, level=30))
+
+
+def test_passes_and_evaluations():
+    """The question is asked once for each analyzer, with two passes over the sample; an analysis has as many evaluations and passes as before"""
+    passes, calls = [], []
+    net = Net(lambda m, x: passes.append(len(x)) or m.net(x), net=mlp())
+    a = SensitivityAnalyzer(net, SAMPLE, lambda m: calls.append(1) or loss_of_each(m), higher_is_better=False)
+    assert passes == [len(SAMPLE)] * 3 and not calls  # one is to see that it runs
+    passes.clear()
+    a.analyze(verbose=False)
+    assert len(calls) == 1 + 2 and passes == [len(Z)] * len(calls)
+
+
+# ---- compiled
+
+inductor = pytest.importorskip("torch._inductor.config")
+
+
+@cache
+def no_compiler():
+    """Why inductor does not work here, or None: it needs a compiler, and a Python that it knows"""
+    try:
+        with torch.no_grad():
+            torch.compile(mlp())(SAMPLE)
+    except Exception as e:  # noqa: BLE001  whatever it is, it is not what is tested
+        return str(e) or type(e).__name__
+    return None
+
+
+@pytest.fixture
+def compiler():
+    """Fresh compilations, on which torch sets a limit for each function; skipped without a compiler"""
+    if why := no_compiler():
+        pytest.skip(f"torch.compile does not work here: {why.splitlines()[0]}")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("door", ["analyze", "quantization", "sweep", "search", "degradation"])
+def test_frozen_models_are_refused(compiler, door):
+    """Weights folded into compiled code do not change"""
+    with inductor.patch(freezing=True):
+        net = mlp()
+        model = torch.compile(net)
+        before = fingerprint(net)
+        with pytest.raises(ValueError, match=r"weights may be frozen into a compiled model \(torch._inductor.config.freezing\)"):
+            DOORS[door](model)
+        assert not changes(before, fingerprint(net))
+
+
+def test_frozen_parts_are_refused(compiler):
+    """Compiled in place, and a part of a model whose head is free"""
+    with inductor.patch(freezing=True):
+        net = mlp()
+        net.compile()
+        with pytest.raises(ValueError, match="whatever the weights of Sequential are"):
+            deltas(net)
+        net = mlp()
+        part = nn.Sequential(nn.Linear(8, 8), torch.compile(net[:2]), net[2])
+        with pytest.raises(ValueError, match="in its compiled part .'1._orig_mod.0'"):
+            deltas(part)
+
+
+def test_evaluations_of_a_frozen_twin_are_refused(compiler):
+    """The model that is passed is free, and `eval_fn` runs its compiled twin"""
+    with inductor.patch(freezing=True):
+        net = mlp()
+        twin = torch.compile(net)
+        with pytest.raises(ValueError, match="eval_fn does not evaluate the model that it is given"):
+            deltas(net, lambda m: loss_of_each(twin))
+        with pytest.warns(UserWarning, match="eval_fn does not evaluate the model that it is given"):
+            deltas(net, lambda m: loss(twin))
+
+
+def test_compiled_models_that_are_not_frozen(compiler):
+    """The same figures as without a compiler, also where `eval_fn` runs the compiled twin"""
+    net = mlp()
+    twin, part = torch.compile(net), nn.Sequential(torch.compile(net[:2]), net[2])
+    for compression, level in (("sparsity", 75), ("quantization", 3), ("pruning", 50)):
+        expected = deltas(net, compression=compression, level=level)
+        assert any(d == d and d for d in expected)
+        for model, eval_fn in ((twin, loss_of_each), (net, lambda m: loss_of_each(twin)), (part, loss_of_each)):
+            assert deltas(model, eval_fn, compression, level) == pytest.approx(expected, abs=1e-6, nan_ok=True)
