@@ -96,18 +96,17 @@ def measure(
     with leave_no_trace(model, weights=()), ExitStack() as undo:
         restore = keep_values(list(model.parameters()))   # after each evaluation: one that writes to weights must not spoil the next
         undo.callback(restore)
-        base = evaluate(model, eval_fn)
-        restore()
-        check_baseline(base, metric_name, objective_name)
+        def scored(*how):
+            try: return evaluate(model, eval_fn, *how)
+            finally: restore()
+        base = check_baseline(scored(), metric_name, objective_name)
         steps = progress([(p, u) for p in levels for u in units if wanted is None or p.level in wanted[u.name]], verbose)
         stopped, tried, found = {}, [], {p.level: ([], list(skipped)) for p in levels}
         for p, u in steps:
             rows, left_out = found[p.level]
             why = stopped.get(u.name) or p.refusal(u)
-            score = None if why else evaluate(model, eval_fn, p, u)
-            if score:
-                restore()
-                tried.append((u.name, partial(p, model, u), same_score(base, score)))
+            score = None if why else scored(p, u)
+            if score: tried.append((u.name, partial(p, model, u), same_score(base, score)))
             if why: left_out.extend((layer.name, why) for layer in u.layers)
             if u.name in stopped: continue
             new = rows_of(u, base, score, higher_is_better)
@@ -116,9 +115,14 @@ def measure(
             if verbose: steps.comment = f"{u.name} " + ("not measured" if why else f"{new[0].delta:+.4f}")
     order = {u.name: i for i, u in enumerate(all_units(model)[0])}
     if sample is not None: check_heard(model, sample, base, tried, higher_is_better=higher_is_better, everything=len(order) == sum(len(u.layers) for u in units))
+    return _swept(name, perturbations, found, base, order, metric_name, higher_is_better, None if base.objective is None else objective_name)
+
+# %% ../nbs/11_measure.ipynb #76746027
+def _swept(name:str, perturbations:list, found:dict, base:Score, order:dict, metric_name:str, higher_is_better:bool, objective_name:str|None)->SweepResult:
+    "What was found at each level, level -> (rows, what was left out), as results in the order of `perturbations`"
     for rows, _ in found.values(): rows.sort(key=lambda r: order[r.name])
-    about = dict(objective_name=None if base.objective is None else objective_name, baseline_objective=base.objective)
-    results = {p.level: SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings, strength=p.strength, **about) for p in levels}
+    about = dict(objective_name=objective_name, baseline_objective=base.objective)
+    results = {p.level: SensitivityResult(name, p.level, base.value, found[p.level][0], metric_name, higher_is_better, found[p.level][1], p.settings, strength=p.strength, **about) for p in perturbations}
     return SweepResult([results[p.level] for p in perturbations], sorted({r.name for rows, _ in found.values() for r in rows}, key=order.get))
 
 # %% ../nbs/11_measure.ipynb #1c700850
