@@ -25,7 +25,7 @@ from .criteria import bind, check_granularity, large_final, parse_nm
 from .effects import check_effect, check_heard, same_score
 from .evaluate import Score, as_eval_fn, check_functions, compare, forget_untouched, why_no_ci
 from .inputs import batches, call, check_sample
-from .layers import check_model, check_types, filters_first, target_units
+from .layers import all_units, check_model, check_types, filters_first, target_units
 from .measure import check_baseline, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, check_method, format_table, read_json, revive, write_json
 from .sparsify import drop_weights, n_dropped, obstacle, sparsity_report, unit_scores
@@ -405,8 +405,9 @@ def _best(meter:Meter, plans:dict)->tuple:
     first = min(scores, key=lambda n: meter.worth(scores[n]))
     return scores, first, meter.worth(scores[first])
 
-def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int)->tuple:
+def _search(meter:Meter, sample, b:Budget, plans:dict, steps:int, starts:dict, calls:int)->tuple:
     "Scores of the untouched model and of `plans`, to which the searched plan is added. Raises ValueError if nothing can be measured"
+    check_effect(meter.model, sample)
     dense, limits = meter.dense(), (b.weights, 1 - b.high/100, 1 - b.low/100)
     check_baseline(dense, objective_name="objective")
     if by_rule := classic_plan(meter, b, meter.worth(dense)): plans["classic"] = by_rule
@@ -420,6 +421,7 @@ def _search(meter:Meter, b:Budget, plans:dict, steps:int, starts:dict, calls:int
     kept, now = min((exchange(meter.damage, *e, *limits, last - meter.n) for e in ends), key=lambda e: e[1])
     plans["search"] = b.targets(100*(1 - kept)) if now < least else LayerTargets(plans[first])
     scores["search"] = meter.score(plans["search"].values())
+    _listen(meter, sample, plans, dense, scores)
     return dense, scores
 
 def _alone(meter:Meter, plan:LayerTargets, dense:Score)->float:
@@ -434,6 +436,14 @@ def predicted_from(
     "The metric if what each layer does alone added up; a gain counts as noise, so it is never better than `dense`"
     losses = [sign*(value - dense) for value in alone]
     return dense + sign*sum(0. if loss < 0 else loss for loss in losses)   # what is not a number stays so
+
+# %% ../nbs/15_search.ipynb #e1935c63
+def _listen(meter:Meter, sample, plans:dict, dense:Score, scores:dict):
+    "Raises ValueError, or warns, if no plan changed a bit of any score, as `check_heard` does"
+    meter.masker.set(meter.nothing)
+    tried = [(name, partial(meter.masker.held, plans[name].values()), same_score(dense, score)) for name, score in scores.items()]
+    everything = len(meter.masker.units) == len(all_units(meter.model)[0])
+    check_heard(meter.model, sample, dense, tried, higher_is_better=meter.sign < 0, everything=everything)
 
 # %% ../nbs/15_search.ipynb #4a61f6a6
 def search_targets(
@@ -459,7 +469,6 @@ def search_targets(
     options = dict(layers=layers, layer_types=None if layer_types is None else check_types(layer_types), locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
-    check_effect(model, sample)
     with leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
@@ -467,9 +476,7 @@ def search_targets(
         around = untouched if recalibrate is None else Recalibrated([x for x, _ in batches(recalibrate, sample, b.units[0].weight.device, "recalibrate")], sample)
         (total, calls), masker = _calls(evaluations, len(b.units), len(plans) + 1, around is not untouched and hasattr(eval_fn, "new_baseline")), Masker(b.units, granularity, bound)
         meter = Meter(model, masker, eval_fn, around, higher_is_better, ticker(total, verbose))
-        dense, scores = _search(meter, b, plans, *path_start(model, b, options, calls), calls)
-        masker.set(meter.nothing)
-        check_heard(model, sample, dense, [(n, partial(masker.held, plans[n].values()), same_score(dense, score)) for n, score in scores.items()], higher_is_better=higher_is_better, everything=layers is None and layer_types is None)
+        dense, scores = _search(meter, sample, b, plans, *path_start(model, b, options, calls), calls)
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
             report, rising = Meter(model, masker, report_fn, around, rising), rising if report_higher_is_better is None else report_higher_is_better
