@@ -289,8 +289,8 @@ def class_numbers(
     targs,         # class numbers, or probabilities shaped like the logits
 ):                 # class numbers
     "Targets of a classifier. Raises ValueError if they, or the outputs, are those of something else"
-    if not isinstance(logits, Tensor): refuse(f"the model returns {type(logits).__name__}", "lambda out, y: ...")
-    if not isinstance(targs, Tensor): refuse(f"the targets are {type(targs).__name__}", "lambda out, y: ...")
+    if not isinstance(logits, Tensor): refuse(f"the model returns {type(logits).__name__}", "lambda out, y: out[0].argmax(1) == y")
+    if not isinstance(targs, Tensor): refuse(f"the targets are {type(targs).__name__}", "lambda out, y: out.argmax(1) == y[0]")
     shapes = f"outputs are {tuple(logits.shape)}, targets {tuple(targs.shape)} of {str(targs.dtype).removeprefix('torch.')}"
     if logits.dim() < 2 or logits.shape[1:] == (1,):
         if targs.is_floating_point() and not ((targs == 0) | (targs == 1)).all(): refuse(shapes, "lambda out, y: -(out.flatten() - y.flatten()).square()")
@@ -319,7 +319,7 @@ def classified(
     logits, named = _tensor(logits_of(out)), logits_of(out) is not out
     targs = class_numbers(logits, _tensor(torch.as_tensor(targs) if isinstance(targs, np.ndarray | list) else targs))
     logits = logits.detach().movedim(class_axis(Fields(logits=logits) if named else logits, targs), 1)
-    if logits.shape[:1] + logits.shape[2:] != targs.shape: refuse(f"outputs are {tuple(logits.shape)} with classes on the second axis, targets {tuple(targs.shape)}", "lambda out, y: ...")
+    if logits.shape[:1] + logits.shape[2:] != targs.shape: refuse(f"outputs are {tuple(logits.shape)} with classes on the second axis, targets {tuple(targs.shape)}", "lambda out, y: out.argmax(1) == y")
     if targs.dim() == 2 and shifts(model): logits, targs = logits[:, :, :-1], targs[:, 1:]
     n, classes = logits.shape[:2]
     targs = targs.reshape(n, -1).long()
@@ -347,7 +347,7 @@ def checksum(
 )->tuple:
     "Numbers that are the same only for the same tensors in the same order"
     def one(t):
-        t = t.detach().flatten().double().nan_to_num()
+        t = t.detach().flatten()[::max(1, t.numel() >> 18)].double().nan_to_num()   # of large batches every so many numbers
         return len(t), float((t*torch.arange(1, len(t) + 1, device=t.device).double().sqrt()).sum())
     return tuple(one(t) for t in tensors_in(x) if not t.is_complex() and t.layout == torch.strided)
 
@@ -419,11 +419,13 @@ def as_eval_fn(
     eval_fn,        # function of the model; or data of a classifier: a DataLoader, a list of batches, or one pair (inputs, targets)
     name="eval_fn", # what the user calls it
     sample=None,    # one example input, where the model takes several
+    higher_is_better=True, # direction that the user gave; data means accuracy, of which more is better
 )->Callable:        # model -> scores
-    "The function that is meant. Raises TypeError for what is neither a function nor data, ValueError for data that is empty or can be read only once"
+    "The function that is meant. Raises TypeError for what is neither a function nor data, ValueError for data that is empty, can be read only once, or comes with the wrong direction"
     if hasattr(eval_fn, "dls"): raise TypeError(f"{name} is a function of the model or data; got a Learner: use SensitivityAnalyzer.from_learner, or its data, learn.dls.valid")
     if hasattr(type(eval_fn), "train") and hasattr(type(eval_fn), "valid"): raise TypeError(f"{name} is a function of the model or data; got {type(eval_fn).__name__}: take one of its loaders, such as dls.valid")
     if callable(eval_fn): return eval_fn
+    if not higher_is_better: raise ValueError(f"data as {name} means accuracy, of which more is better; leave higher_is_better=False out, or write {name}=evaluation(data, metric)")
     if isinstance(eval_fn, Iterator): raise ValueError(f"{name} can be read only once, and is needed for every layer; give a list or a DataLoader")
     if isinstance(eval_fn, Mapping) or isinstance(eval_fn, tuple) and len(eval_fn) == 2: return ClassifierData([eval_fn], sample, name)
     if isinstance(eval_fn, Dataset) and not isinstance(eval_fn, IterableDataset): raise TypeError(f"{name} is a function of the model or data in batches; got {type(eval_fn).__name__}: give DataLoader(dataset, batch_size=64)")

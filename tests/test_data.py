@@ -380,3 +380,13 @@ class Joined(nn.Module):
         self.fc = nn.Linear(8, 3)
 
     def forward(self, input1, input2): return self.fc(torch.cat([input1, input2], 1))
+
+
+@pytest.mark.parametrize("run", [
+    lambda m, d: SensitivityAnalyzer(m, x[:1], d, higher_is_better=False), lambda m, d: search_targets(m, x[:1], d, 50, higher_is_better=False, verbose=False),
+    lambda m, d: search_targets(m, x[:1], lambda m: m(x).mean(), 50, higher_is_better=False, report_fn=d, verbose=False),
+    lambda m, d: analyze_degradation(m, x[:1], d, higher_is_better=False), lambda m, d: validate_compression_target(m, net(), d, .1, higher_is_better=False)],
+    ids=["analyzer", "search", "report", "degradation", "validation"])
+def test_accuracy_is_not_minimized(run):
+    """Data means accuracy; the wrong direction is an error, not a ranking upside down."""
+    with pytest.raises(ValueError, match="more is better"): run(net(), (x, y))
