@@ -31,7 +31,7 @@ class SensitivityAnalyzer:
     def __init__(self,
         model:nn.Module,     # trained model; comes back bit for bit from every call
         sample,              # example input: a tensor, a tuple, or a dict of keyword inputs
-        eval_fn:Callable,    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective)
+        eval_fn:Callable,    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective). Or data of a classifier, a DataLoader or a pair (inputs, targets): accuracy, with KL divergence as objective
         *, criteria=large_final, # which weights matter: a `Criterion`, or a function from weight to scores
         higher_is_better:bool=True, # direction of the metric
         metric_name:str="accuracy", # for display
@@ -40,7 +40,7 @@ class SensitivityAnalyzer:
         calibration_data=None, # tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
     ):
         if not isinstance(model, nn.Module): raise TypeError(f"model is an nn.Module; got {type(model).__name__}" + " (use SensitivityAnalyzer.from_learner)"*hasattr(model, "dls"))
-        given, eval_fn = eval_fn, as_eval_fn(eval_fn, sample=sample)
+        given, eval_fn = eval_fn, as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
         if eval_fn is not given and objective_name == "objective": objective_name = "kl"
         self.units, self.skipped = find_units(model)
         if device is not None: sample = to_device(sample, _same_device(device, self.units[0].weight.device))
@@ -175,7 +175,7 @@ def _level_list(levels, what:str)->list|None:
 def analyze_sensitivity(
     model:nn.Module,         # trained model; comes back bit for bit
     sample,                  # example input: a tensor, a tuple, or a dict of keyword inputs
-    eval_fn:Callable,        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective)
+    eval_fn:Callable,        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective). Or data of a classifier, a DataLoader or a pair (inputs, targets): accuracy, with KL divergence as objective
     compression="sparsity",  # "sparsity", "pruning", "quantization", or a `Perturbation`
     level=None,              # percent, or bits for quantization; None: 50 % or 8 bits
     *, criteria=None,        # which weights matter; None: `large_final`

@@ -263,7 +263,7 @@ def analyze_degradation(
 )->DegradationResult:
     "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer, TypeError for an option that the method does not take"
     check_count(runs, "runs", least=0)
-    eval_fn = as_eval_fn(eval_fn, sample=sample)
+    eval_fn = as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
     check_training(eval_fn, [methods[compression]] if compression in methods else [])
     with slow_bar(verbose=verbose, text="finding plans"):
         steps = find_steps(model, sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
@@ -468,7 +468,7 @@ def validate_compression_target(
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
     "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, models that look swapped, or if the samples differ; TypeError for a wrong kind"
-    eval_fn = as_eval_fn(eval_fn)
+    eval_fn = as_eval_fn(eval_fn, higher_is_better=getattr(allowed, "higher_is_better", higher_is_better in (None, True)))
     check_swapped(compressed, original)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
     check_training(eval_fn, [methods[compressed.compression]] if isinstance(compressed, Compressed) else [])

@@ -228,7 +228,7 @@ def search_plan(
     if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
     if "latency" in (budget if isinstance(budget, Mapping) else [cost]): raise ValueError("latency cannot be counted, so there is no search within it; allocate plans for it, and flops are near")
     eval_fn = as_eval_fn(eval_fn, sample=sample)
-    report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample)
+    report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample, report_higher_is_better is not False)
     check_sample(model, sample)
     check_effect(model, sample)
     with slow_bar(2, verbose, "plans to start from") as tick:

@@ -451,8 +451,7 @@ def search_targets(
     sample,            # example input: a tensor, a tuple, or a dict of keyword inputs
     eval_fn:Callable,  # model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a loss is best, inside `FineTuned` if the network will be trained on. Or a pair of those, (metric, objective): the search goes by the objective
     target_pct,        # mean over the weights of the layers, percent
-    *, higher_is_better:bool=True, # direction of `eval_fn`
-    metric_name:str="accuracy", # of `eval_fn`, for display
+    *, higher_is_better:bool=True, metric_name:str="accuracy", # direction of `eval_fn`, and its name for display
     report_fn:Callable|None=None, # the same on other data, for the ranking; None: `eval_fn`, which flatters the searched plan
     report_higher_is_better:bool|None=None, # direction of `report_fn`; None: that of `eval_fn`
     recalibrate=None,  # data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
@@ -465,7 +464,8 @@ def search_targets(
 )->SearchResult:
     "The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
     if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
-    eval_fn, report_fn = as_eval_fn(eval_fn, sample=sample), report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample)
+    eval_fn, rises = as_eval_fn(eval_fn, "eval_fn", sample, higher_is_better), higher_is_better if report_higher_is_better is None else report_higher_is_better
+    report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample, rises)
     options = dict(layers=layers, layer_types=None if layer_types is None else check_types(layer_types), locked=locked, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
@@ -479,7 +479,7 @@ def search_targets(
         dense, scores = _search(meter, sample, b, plans, *path_start(model, b, options, calls), calls)
         reported, whole, rising = scores, dense, higher_is_better
         if report_fn:
-            report, rising = Meter(model, masker, report_fn, around, rising), rising if report_higher_is_better is None else report_higher_is_better
+            report, rising = Meter(model, masker, report_fn, around, higher_is_better), rises
             whole, reported = report.dense(), {n: report.score(p.values()) for n, p in plans.items()}
         ranking = rank_plans(scores, reported, whole, rising, {n: {"sparsity": _zeros(masker, p)} for n, p in plans.items()})
         best = ranking[0]["plan"]
