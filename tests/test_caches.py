@@ -401,7 +401,7 @@ def curves(m):
 def verdict(m):
     """A compressed copy against the original"""
     small = compress_to_size(m, X[:2], 40, "sparsity").model
-    v = validate_compression_target(m, small, losses, 0.5, higher_is_better=False, metric_name="loss")
+    v = validate_compression_target(small, m, losses, 0.5, higher_is_better=False, metric_name="loss")
     return [v.verdict, v.metric, v.baseline_metric, v.drop]
 
 
