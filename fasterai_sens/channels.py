@@ -175,7 +175,7 @@ def takes_all(
     if _operation(node) not in _over_axes or dims is None or not node.inputs: return False
     dims = dims if isinstance(dims, tuple) else (dims,)
     n_axes, axis = len(_shape(node.inputs[0])), _channel_axis(node.inputs[0])
-    return axis is not None and axis in [(d - 2**64 if d >= 2**63 else d) % n_axes for d in dims]   # -1 is stored without its sign
+    return bool(n_axes) and axis in [(d - 2**64 if d >= 2**63 else d) % n_axes for d in dims]   # -1 is stored without its sign
 
 def _one_for_all(node)->list:
     "The inputs of a node that have one channel where it has many"
@@ -191,13 +191,15 @@ def _one_for_all(node)->list:
 def _end_channels(
     nodes:list,       # those of operations
     nothing:Callable, # makes a node where a way ends
-):
+)->set:               # the nodes that take all channels together
     "Follow channels no further where they end"
-    ends = [(node, o) for node in nodes if takes_all(node) for o in node.outputs]
+    over_all = {node for node in nodes if takes_all(node)}
+    ends = [(node, o) for node in nodes if node in over_all for o in node.outputs]
     ends += [(i, node) for node in nodes for i in _one_for_all(node)]
     for before, after in ends:
         before.outputs = [nothing() if o is after else o for o in before.outputs]
         after.inputs = [i for i in after.inputs if i is not before]
+    return over_all
 
 def _put_before(
     node,    # of a convolution whose groups go as a whole
@@ -222,7 +224,7 @@ def graph_class()->type:
             found = {node.module: group_rule(node.module, bool(node.inputs)) for node in nodes.values()}
             self.rules = {m: self.CUSTOMIZED_PRUNERS[rule] for m, rule in found.items() if rule}
             self.whole = [nodes[m] for m, rule in self.rules.items() if isinstance(rule, WholeGroupsPruner)]
-            _end_channels([node for node in nodes.values() if node.type == tp.ops.OPTYPE.ELEMENTWISE], self._nothing)
+            self.over_all = _end_channels([node for node in nodes.values() if node.type == tp.ops.OPTYPE.ELEMENTWISE], self._nothing)
             for node in self.whole: _put_before(node, between := self._nothing()) or nodes.update({between.module: between})
             return nodes
         def _nothing(self): return Node(tp.ops._ElementWiseOp(-1, "nothing"), None)
@@ -289,12 +291,15 @@ def trace(
     "torch-pruning's graph of `model`. Raises ValueError if it breaks on the model"
     rules = extra_rules(model) | {rule: rule() for rule in (GroupedConvPruner, WholeGroupsPruner)}   # the last two so that their ways to prune are known
     forget = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
+    alive = []   # what the model returned: some versions of PyTorch crash when asked about a node that is gone
     try:
         with leave_no_trace(model, weights=()), eagerly(), without_cache(model), torch.enable_grad(), PlainGraph(), forget, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for p in model.parameters(): p.requires_grad_(p.is_floating_point())
             sample = mapped(lambda t: t.clone() if t.is_inference() else t, sample)
-            def run(m, x): return [t for t in tensors_in(call(m, x)) if t.requires_grad]
+            def run(m, x):
+                alive.extend(t for t in tensors_in(call(m, x)) if t.requires_grad)
+                return alive
             graph = graph_class()().build_dependency(model.eval(), sample, forward_fn=run, verbose=False, customized_pruners=rules)
             graph.module2node = _Settled(graph.module2node)
             return graph

@@ -29,7 +29,6 @@ from fasterai_sens.channels import (
     n_outputs,
     no_target,
     pick,
-    takes_all,
 )
 from .inputs import call, tensors_in
 from .layers import convs, transposed_convs
@@ -189,7 +188,7 @@ def ways(self:Graph,
 )->str:                 # " (through Add, View)", or empty; what is taken over all of them, such as a mean, is named again
     "The operations without parameters through which the channels of a group go"
     ops = [i.dep.target for i in self.search(group.root, [0]) if i.dep.target.module not in self.names and not isinstance(i.dep.target.module, nn.Parameter)]
-    names, over_all = (sorted({o.grad_fn.name().rstrip("01").removesuffix("Backward") for o in some if hasattr(o.grad_fn, "name")} - {"_OneNode"}) for some in (ops, filter(takes_all, ops)))
+    names, over_all = (sorted({o.grad_fn.name().rstrip("01").removesuffix("Backward") for o in some if hasattr(o.grad_fn, "name")} - {"_OneNode"}) for some in (ops, [o for o in ops if o in self.dg.over_all]))
     together = f"; {' and '.join(over_all)} over all of them" if over_all else ""
     return f" (through {', '.join(names)}{together})" if names else ""
 
