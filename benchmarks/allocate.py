@@ -123,7 +123,7 @@ def mobilenet(seed):
         print(f"MobileNetV2, {budgets}: {process_time() - start:.1f} s, damage {plan.damage:.4f}, {plan.costs}", flush=True)
 
 
-quiet = {}
+quiet = dict(verbose=False)
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
