@@ -199,7 +199,7 @@ def prove(
     exact:bool,  # compare with silencing
 )->list:         # the groups, with the reason where one failed
     "Try all groups at once, and halves of them as long as that fails"
-    report(f"removing channels of {', '.join(g.name for g in groups[:1])}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''} on trial")
+    if groups: report(f"removing channels of {', '.join(g.name for g in groups[:1])}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''} on trial")
     why = graph.fault(groups, exact) if groups else None
     if not why: return groups
     if len(groups) > 1: return [g for half in (groups[:len(groups)//2], groups[len(groups)//2:]) for g in prove(graph, half, exact)]
