@@ -385,13 +385,13 @@ def attention(**kwargs):
 
 
 with_filters = {   # layer, an input; filters are counted along axis 1 of the output, or the last one
-    "conv": lambda: (nn.Conv2d(4, 8, 3), torch.zeros(1, 4, 5, 5)),
-    "grouped": lambda: (nn.Conv1d(4, 8, 3, groups=2), torch.zeros(1, 4, 5)),
-    "depthwise": lambda: (nn.Conv1d(4, 8, 3, groups=4), torch.zeros(1, 4, 5)),
-    "transposed": lambda: (nn.ConvTranspose2d(4, 8, 3), torch.zeros(1, 4, 5, 5)),
-    "transposed, grouped": lambda: (nn.ConvTranspose1d(4, 8, 3, groups=2), torch.zeros(1, 4, 5)),
-    "linear": lambda: (nn.Linear(4, 8), torch.zeros(1, 4)),
-    "Conv1D": lambda: (conv1d(8, 4), torch.zeros(1, 4)),
+    "conv": lambda: (nn.Conv2d(4, 8, 3), torch.ones(1, 4, 5, 5)),
+    "grouped": lambda: (nn.Conv1d(4, 8, 3, groups=2), torch.ones(1, 4, 5)),
+    "depthwise": lambda: (nn.Conv1d(4, 8, 3, groups=4), torch.ones(1, 4, 5)),
+    "transposed": lambda: (nn.ConvTranspose2d(4, 8, 3), torch.ones(1, 4, 5, 5)),
+    "transposed, grouped": lambda: (nn.ConvTranspose1d(4, 8, 3, groups=2), torch.ones(1, 4, 5)),
+    "linear": lambda: (nn.Linear(4, 8), torch.ones(1, 4)),
+    "Conv1D": lambda: (conv1d(8, 4), torch.ones(1, 4)),
 }
 
 
