@@ -18,7 +18,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -30,7 +30,7 @@ from .inputs import call, check_sample, tensors_in
 from .layers import check_model, convs, has_class, is_hf_conv1d, place, transposed_convs
 from .progress import slow_bar
 from .results import check_count, format_table
-from .state import leave_no_trace
+from .state import PutBack, leave_no_trace
 
 # %% ../nbs/07_counters.ipynb #92e31a97
 def conv_macs(
@@ -346,13 +346,13 @@ def watch(
     module.register_forward_hook(hook, with_kwargs=True)
 
 # %% ../nbs/07_counters.ipynb #a46765e5
-@contextmanager
-def every_layer_called():
+def every_layer_called()->PutBack:
     "No fast path in PyTorch's attention and transformers inside the block"
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try: yield
-    finally: torch.backends.mha.set_fastpath_enabled(before)
+    def remember():
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return partial(torch.backends.mha.set_fastpath_enabled, before)
+    return PutBack(remember)
 
 # %% ../nbs/07_counters.ipynb #ebe7178e
 def weight_shape(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .inputs import batches, call, logits_of
 from .layers import Unit, convs, filters_first, find_units, is_hf_conv1d, transposed_convs
 from .results import unknown_name
-from .state import casts_not_kept, leave_no_trace
+from .state import casts_not_kept, leave_no_trace, not_inference, under
 
 # %% ../nbs/03_criteria.ipynb #94b0eae7
 INITIAL, PREVIOUS, NORMS, GRADIENTS = "initial weights", "previous weights", "input norms", "gradients"
@@ -208,7 +208,7 @@ def with_labels(
     own = isinstance(inputs, Mapping) and target is not None and "labels" in signature(model.forward).parameters
     return {**inputs, "labels": target} if own else inputs
 
-@torch.inference_mode(False)
+@under(not_inference)
 def collect_gradients(
     model:nn.Module, # model to run
     units:list,      # units to observe

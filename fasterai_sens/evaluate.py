@@ -6,9 +6,9 @@
 __all__ = ['lower_words', 'higher_words', 'Score', 'as_score', 'check_functions', 'compare', 'why_no_ci', 'Evaluation',
            'forget_untouched', 'Divergence', 'class_axis', 'as_objective', 'evaluation', 'refuse', 'class_numbers',
            'shifts', 'classified', 'same_draws', 'checksum', 'ClassifierData', 'as_eval_fn', 'single_scores',
-           'is_sample_mean', 'first_metric', 'learner_metric', 'default_objective', 'learner_objective', 'learner_eval',
-           'learner_sample', 'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of', 'falls',
-           'kl_from', 'dropped_biases', 'FineTuned']
+           'is_sample_mean', 'first_metric', 'learner_metric', 'default_objective', 'learner_objective', 'keep_learner',
+           'learner_eval', 'learner_sample', 'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of',
+           'falls', 'kl_from', 'dropped_biases', 'FineTuned']
 
 # %% ../nbs/09_evaluate.ipynb #320a1024
 import copy
@@ -32,7 +32,7 @@ from .criteria import GRADIENTS, Criterion, as_criterion
 from .inputs import Fields, FirstBatches, batches, call, like, logits_of, mapped, split, tensors_in, to_device
 from .intervals import paired_interval, sequence_scores
 from .layers import all_units
-from .state import casts_not_kept, leave_no_trace
+from .state import PutBack, casts_not_kept, keep_objects, keep_switches, keep_values, leave_no_trace
 
 # %% ../nbs/09_evaluate.ipynb #6577e901
 @dataclass(frozen=True, eq=False)
@@ -548,7 +548,26 @@ def learner_objective(
     cb = _keep_losses()
     return cb.losses, [cb]
 
+
+#
+# Callbacks such as mixed precision prepare themselves at the start of a fit, so a validation tells them that one starts. The recorder and
+# schedulers take that as the sign to forget the last one. What a Learner and its callbacks hold is put back after each validation.
+
 # %% ../nbs/09_evaluate.ipynb #f85e5687
+def keep_learner(
+    learn, # a fastai Learner
+)->Callable: # call it to put everything back
+    "Remember what a Learner holds, and its callbacks, metrics and loss; models and optimizers stay the same ones"
+    from fastai.learner import Metric
+    parts = [learn, *learn.cbs, *learn.metrics, *(v for cb in learn.cbs for v in vars(cb).values() if isinstance(v, Metric)), learn.loss_func]
+    parts = list({id(o): o for o in parts if hasattr(o, "__dict__")}.values())
+    totals = [v for o in parts if isinstance(o, Metric) for v in vars(o).values() if isinstance(v, Tensor)]
+    back = [keep_objects(parts), keep_values(totals)]
+    def restore():
+        for f in back: f()
+    return restore
+
+# %% ../nbs/09_evaluate.ipynb #a30c989f
 def learner_eval(
     learn,       # a fastai Learner
     metric=None, # see `learner_metric`
@@ -562,22 +581,23 @@ def learner_eval(
     (_, score), (objective, keeps) = learner_metric(learn, metric), learner_objective(learn, objective)
     if dl is None and not isinstance(learn.dls.valid, DataLoader): dl = learn.dls.valid
     def run(model):
-        (own, learn.model), (whole, back) = (learn.model, model), _keep_outputs()
-        try:
+        whole, back = _keep_outputs()
+        with PutBack(lambda: keep_learner(learn)):
+            learn.model = model
             bars = [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
             with learn.removed_cbs(bars), learn.no_logging(), _unreduced(learn) if keeps else nullcontext(): preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=[*keeps, whole, back])
-        finally: learn.model = own
         return mapped(_tensor, _joined(whole.kept) if whole.kept else preds), mapped(_tensor, targs)
     return Evaluation(run, score, objective)
 
 # %% ../nbs/09_evaluate.ipynb #014cf852
 def _accumulated(learn, metric, preds:Tensor, targs:Tensor)->Tensor:
     "Value of a stateful fastai metric"
-    metric.reset()
-    yb = _several(targs)
-    seen = SimpleNamespace(pred=preds, y=targs, yb=yb, loss=learn.loss_func(preds, *yb), loss_func=learn.loss_func, to_detach=learn.to_detach)
-    metric.accumulate(seen)
-    return torch.as_tensor(float(metric.value))
+    with PutBack(lambda: keep_objects([metric])):
+        metric.reset()
+        yb = _several(targs)
+        seen = SimpleNamespace(pred=preds, y=targs, yb=yb, loss=learn.loss_func(preds, *yb), loss_func=learn.loss_func, to_detach=learn.to_detach)
+        metric.accumulate(seen)
+        return torch.as_tensor(float(metric.value))
 
 def _raw(x): return x
 
@@ -703,7 +723,7 @@ class FineTuned:
         object.__setattr__(self, "eval_fn", as_eval_fn(self.eval_fn))
     def __call__(self, model:nn.Module):
         "Train a copy, score it; the model itself is not touched"
-        with torch.inference_mode(False), torch.enable_grad():
+        with PutBack(keep_switches), torch.inference_mode(False), torch.enable_grad():
             try: copied = copy.deepcopy(model).train()
             except RuntimeError as e: raise ValueError(f"FineTuned trains a copy, and this {type(model).__name__} cannot be copied: {e}") from e
             zeros = {p: p.detach() == 0 for p in copied.parameters() if p.dim() > 1 and p.is_floating_point()}   # biases may be zero, and learn

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from .state import leave_no_trace
+from .state import PutBack, check_changeable, leave_no_trace
 
 # %% ../nbs/02_inputs.ipynb #98787e21
 def call(
@@ -104,6 +104,7 @@ def check_sample(
 ):
     "Run `model` on `sample` once, leaving no trace. Raises TypeError for a sample of no known kind, ValueError if the model does not run"
     if not isinstance(sample, Tensor | tuple | list | Mapping): raise TypeError(f"sample is a tensor, a tuple or a dict of model inputs; got {type(sample).__name__}")
+    check_changeable(model)
     try:
         with leave_no_trace(model, weights=()), torch.no_grad(): call(model.eval(), sample)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as e:
@@ -147,9 +148,12 @@ class FirstBatches:
     "The first `n` batches of a DataLoader, anew each time, without moving its random numbers"
     def __init__(self, dl, n:int|None=4): self.dl, self.n = dl, n   # None: all batches
     def __iter__(self):
-        rng = getattr(self.dl, "rng", None)   # a fastai DataLoader shuffles with a generator of its own, and takes a new one each time
+        with PutBack(self._remember_rng): yield from islice(iter(self.dl), self.n)
+    def _remember_rng(self):
+        "A fastai DataLoader shuffles with a generator of its own, and takes a new one each time"
+        rng = getattr(self.dl, "rng", None)
         state = rng and rng.getstate()
-        try: yield from islice(iter(self.dl), self.n)
-        finally:
+        def restore():
             if rng: rng.setstate(state)
             if rng: self.dl.rng = rng
+        return restore

@@ -27,7 +27,7 @@ from .layers import Unit, all_units, find_units
 from .proof import channel_groups
 from .results import LayerTargets, check_count, check_method, check_pct, format_table, unknown_name
 from .sparsify import n_dropped
-from .state import Perturbation, method
+from .state import Perturbation, PutBack, method, uncut
 
 # %% ../nbs/08_prune.ipynb #21a3f391
 def _part_scores(
@@ -349,16 +349,22 @@ def _cut(self:Pruner,
     return swaps
 
 @patch
+@uncut
+def _step(self:Pruner, optimizer):
+    "Cut the model, and the optimizer with it"
+    share = (self.done + 1)/self.steps
+    swaps = self.prune_to(share if self.schedule is None else self.schedule.progress(share))
+    if optimizer is not None: swap_parameters(optimizer, swaps)
+    self.done += 1
+
+@patch
 def prune_model(self:Pruner,
     optimizer=None, # PyTorch's or fastai's; one that exists already must be given, or it goes on with the old parameters
 ):
     "One step towards the targets; after the last one, nothing"
     if self.done == self.steps: return
     if optimizer is not None: check_optimizer(optimizer)
-    share = (self.done + 1)/self.steps
-    swaps = self.prune_to(share if self.schedule is None else self.schedule.progress(share))
-    if optimizer is not None: swap_parameters(optimizer, swaps)
-    self.done += 1
+    with PutBack(): self._step(optimizer)   # a signal waits until all is done
 
 # %% ../nbs/08_prune.ipynb #aeec3777
 def optimizers_in(

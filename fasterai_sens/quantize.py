@@ -9,7 +9,6 @@ __all__ = ['sides', 'find_sides', 'hook_side', 'observe_ranges', 'Quantized', 'c
 # %% ../nbs/05_quantize.ipynb #cc448e00
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -26,7 +25,7 @@ from .inputs import batches, call, mapped
 from .layers import filters_first, find_units, target_units
 from .observers import MinMax, find_observer
 from .results import BitPlan, check_bits, check_method
-from .state import Perturbation, forget_casts, leave_no_trace, method
+from .state import Perturbation, PutBack, PutBackOnError, forget_casts, hold_signals, leave_no_trace, method, release_signals, uncut
 
 # %% ../nbs/05_quantize.ipynb #b10614c5
 sides = {False: (), True: ("output",), "output": ("output",), "input": ("input",), "both": ("input", "output")}
@@ -191,8 +190,14 @@ class AppliedPlan:
         self.model, self.plan, self.kept, self.hooks = model, plan, kept, hooks
     @property
     def size_bytes(self)->int: return self.plan.size_bytes
-    def __enter__(self): return self
-    def __exit__(self, *_): self.remove()
+    @uncut
+    def __enter__(self):
+        self.held = hold_signals()
+        return self
+    @uncut
+    def __exit__(self, *_):
+        try: self.remove()
+        finally: release_signals(self.held)
     def __repr__(self):
         bits, removed = self.plan.values(), "" if self.kept else ", removed"
         return f"AppliedPlan({len(bits)} layers, {min(bits)} to {max(bits)} bits, {self.size_bytes:,} bytes{removed})"
@@ -215,15 +220,17 @@ def round(self:AppliedPlan)->list: # names of the layers that were trained
     return trained
 
 @patch
+@uncut
 def remove(self:AppliedPlan):
     "Take the quantization back; once more does nothing. Weights that were trained since stay as trained, rounded, with a warning"
-    trained = self.round()
-    for h in self.hooks: h.remove()
-    for unit, _, weight, original in self.kept:
-        if unit.name not in trained: weight.data.copy_(original)
-    forget_casts()
-    for m in [m for m, holder in _in_force.items() if holder() is self]: del _in_force[m]
-    self.kept, self.hooks = [], []
+    with PutBack():   # a signal waits until all is done
+        trained = self.round()
+        for h in self.hooks: h.remove()
+        for unit, _, weight, original in self.kept:
+            if unit.name not in trained: weight.data.copy_(original)
+        forget_casts()
+        for m in [m for m, holder in _in_force.items() if holder() is self]: del _in_force[m]
+        self.kept, self.hooks = [], []
     if not trained: return
     names = ", ".join(trained[:5]) + (", ..." if len(trained) > 5 else "")
     warnings.warn(f"{len(trained)} layers were trained while they were quantized ({names}): "
@@ -303,9 +310,7 @@ def _apply(model:nn.Module, changes:dict, plan)->AppliedPlan:
     done = BitPlan(bits, size_bytes=plan_bytes(model, bits, **how), settings=settings, weights={u.name: u.weight.numel() for u in changes})
     if dict(done) == plan: done.predicted_metric, done.metric_name = getattr(plan, "predicted_metric", None), getattr(plan, "metric_name", "")
     applied = AppliedPlan(model, done, [(u, q, u.weight, u.weight.detach().clone()) for u, q in changes.items()], [])
-    with ExitStack() as undo:
-        undo.callback(applied.remove)
+    with PutBackOnError(lambda: applied.remove):
         for u, q in changes.items(): applied.hooks += q.change(model, u)
         _in_force.update({m: ref(applied) for u in changes for m in u.modules})
-        undo.pop_all()   # all went well
     return applied

@@ -35,7 +35,7 @@ from .results import LayerTargets, SensitivityResult, SweepResult, check_count, 
 from .search import Recalibrated, reestimate_norms
 from .sizes import check_measured
 from .sparsify import Sparsifier, sparsity_report
-from .state import forget_casts, keep_grads, keep_modules, keep_values, leave_no_trace, rng_state, set_rng_state
+from .state import PutBack, forget_casts, keep_model, leave_no_trace, rng_state, set_rng_state
 
 # %% ../nbs/20_recovery.ipynb #e9290e28
 def scaled_plan(
@@ -78,9 +78,9 @@ def remember(
 )->Callable:    # call it to go back
     "Remember the model, the optimizer in use, and the random generators"
     rng, opt, model = rng_state(), learn.opt, learn.model
-    back = [keep_modules(model), keep_values([*model.parameters(), *model.buffers()]), keep_grads(model)]
+    back = keep_model(model)
     def restore():
-        for f in back: f()
+        back()
         learn.opt = opt
         set_rng_state(rng)
     return restore
@@ -307,7 +307,10 @@ def run_stages(
 ):
     "Compress, evaluate, fine-tune, evaluate; then on to the next stage, or back to the last good one"
     cbs, restore, score = list(learn.cbs), remember(learn), lambda: evaluate(learn.model, eval_fn)
-    try:
+    def go_back():
+        restore()
+        learn.cbs.items[:] = cbs   # those taken out for a while came back at the end
+    with PutBack(lambda: go_back):
         learn.model.to(getattr(learn.dls, "device", None))   # where it would be trained
         steps, base = make(), score()
         check_baseline(base, result.metric_name)
@@ -325,9 +328,6 @@ def run_stages(
             if not result.history[-1]["passed"]: break
             fresh_optimizer(learn)
             result.best, restore, before = level, remember(learn), scores[-1]
-    finally:
-        restore()
-        learn.cbs.items[:] = cbs   # those taken out for a while came back at the end
 
 def _why(result:RecoveryResult)->str|None:
     "Why the last stage tried is not the one that the model was left at, or None"

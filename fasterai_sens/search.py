@@ -29,7 +29,7 @@ from .layers import all_units, check_model, check_types, filters_first, target_u
 from .measure import check_baseline, evaluate, ticker, untouched
 from .results import LayerTargets, Plan, check_count, check_method, format_table, read_json, revive, write_json
 from .sparsify import drop_weights, n_dropped, obstacle, sparsity_report, unit_scores
-from .state import forget_casts, keep_values, leave_no_trace
+from .state import PutBack, forget_casts, keep_switches, keep_values, leave_no_trace
 from .targets import inverse_sensitivity, least_total
 
 # %% ../nbs/15_search.ipynb #d719cb24
@@ -42,7 +42,11 @@ def reestimate_norms(
     norms = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None}
     if not norms: raise ValueError(f"{type(model).__name__} has no batch norm with running statistics; leave recalibrate out")
     modes, kept, done = [(m, m.training) for m in model.modules()], {m: keep_values(list(m.buffers())) for m in norms}, False
-    try:
+    def finish():
+        for back in () if done else kept.values(): back()
+        for m, training in modes: m.training = training
+        for m, momentum in norms.items(): m.momentum = momentum
+    with PutBack(keep_switches, lambda: finish):
         model.eval()
         for m in norms:
             m.reset_running_stats()
@@ -52,10 +56,6 @@ def reestimate_norms(
         for m, back in kept.items():
             if not m.num_batches_tracked: back()   # the data never came here
         done = True
-    finally:
-        for back in () if done else kept.values(): back()
-        for m, training in modes: m.training = training
-        for m, momentum in norms.items(): m.momentum = momentum
 
 # %% ../nbs/15_search.ipynb #25ac767e
 @dataclass(frozen=True, eq=False)
