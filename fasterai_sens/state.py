@@ -167,7 +167,7 @@ def fingerprint(
         grads={n: tensor_mark(p.grad) for n, p in params.items()},
         buffers={n: tensor_mark(b) for n, b in model.named_buffers(remove_duplicate=False)},
         modes={n: m.training for n, m in modules.items()},
-        attributes={n: {k: _mark(v, set(known)) for k, v in vars(m).items() if k != "training"} for n, m in modules.items()},
+        attributes={n: {k: id(v) if k in _of_torch else _mark(v, set(known)) for k, v in vars(m).items() if k != "training"} for n, m in modules.items()},
         hooks={n: _hooks(m) for n, m in modules.items()} | {n: _tensor_hooks(p) for n, p in params.items()},
         state_dict=dict.fromkeys(model.state_dict(), True),
         rng={k: str(v) if k == "python" else str([np.asarray(x).tolist() for x in (v if isinstance(v, tuple | list) else [v])]) for k, v in rng_state().items()})
