@@ -58,7 +58,7 @@ def is_converted(
     ways = [t.dtype, torch.float16, torch.bfloat16]
     return any(torch.allclose(t.double(), known.to(way).to(t.dtype).double(), 0, 0, equal_nan=True) for way in ways)
 
-@torch.no_grad()
+@under(torch.no_grad)
 def watch_weights(
     model:nn.Module, # any model
 )->Callable:         # call it for the names of those that changed since
@@ -147,9 +147,8 @@ def measure(
     "Evaluate every unit at every level, mildest first, and the untouched model once; the results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite"
     levels = sorted({p.level: p for p in perturbations}.values(), key=lambda p: p.strength)
     check_training(eval_fn, perturbations)
-    restore = keep_values(list(model.parameters()))
+    restore, changed = keep_values(list(model.parameters())), watch_weights(model)
     with leave_no_trace(model, weights=()), PutBack(lambda: restore):
-        changed = watch_weights(model)
         def scored(*how):
             score = evaluate(model, eval_fn, *how)
             if changed(): restore()   # what a perturbation wrote beyond its unit must not spoil the next evaluation
