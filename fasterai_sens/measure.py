@@ -20,7 +20,7 @@ from .effects import check_heard, same_score
 from .evaluate import FineTuned, Score, as_score, compare, why_no_ci
 from .layers import all_units
 from .results import LayerSensitivity, SensitivityResult, SweepResult
-from .state import Perturbation, PutBack, forget_casts, inner_tensors, keep_values, leave_no_trace
+from .state import Perturbation, PutBack, forget_casts, inner_tensors, keep_values, leave_no_trace, under
 
 # %% ../nbs/11_measure.ipynb #0536f3b8
 def checksum(
