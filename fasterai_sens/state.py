@@ -400,15 +400,14 @@ def hold_signals()->list: # numbers of those that wait from now on
     "Let the handlers that there are wait while something is half done"
     held = []
     if threading.current_thread() is not threading.main_thread(): return held
-    try:
+    with ExitStack() as undo:
+        undo.callback(release_signals, held)
         for number in _signals:
             handler = signal.getsignal(number)
             if not callable(handler) or isinstance(handler, Later): continue
             signal.signal(number, Later(handler))
             held.append(number)
-    except BaseException:
-        release_signals(held)
-        raise
+        undo.pop_all()
     return held
 
 def release_signals(
@@ -433,20 +432,17 @@ class PutBack:
     def __enter__(self):
         "Remember"
         self.held = hold_signals()
-        try:
-            with ExitStack() as undo:
-                for remember in self.remember: undo.callback(remember())
-                self.undo = undo.pop_all()
-        except BaseException:
-            release_signals(self.held)
-            raise
+        with ExitStack() as undo:
+            undo.callback(release_signals, self.held)
+            for remember in self.remember: undo.callback(remember())
+            self.undo = undo.pop_all()
         return self
     @uncut
     def __exit__(self, *_):
         "Put back, the last remembered first"
         held = hold_signals()   # those that got a handler in the block
         try: self.undo.close()
-        finally: release_signals([*self.held, *held])
+        finally: release_signals(held)
 
 # %% ../nbs/00_state.ipynb #b05626a3
 class PutBackOnError(PutBack):
@@ -455,11 +451,12 @@ class PutBackOnError(PutBack):
     def __exit__(self, kind, *_):
         "Put back if there was an error, or if a signal has waited"
         if kind is not None: return super().__exit__(kind)
-        try: release_signals(self.held)
-        except BaseException as e:
-            self.held = hold_signals()
-            super().__exit__(type(e))
-            raise
+        released = False
+        try:
+            release_signals(self.held)
+            released = True
+        finally:
+            if not released: super().__exit__()
 
 # %% ../nbs/00_state.ipynb #5062dc3f
 def keep_switches()->Callable: # call it to put it back
