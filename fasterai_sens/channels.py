@@ -13,7 +13,6 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from .inputs import call, check_sample, mapped, tensors_in
 from .layers import all_units, convs, is_hf_conv1d, transposed_convs, weight_names
 from .progress import report
-from .state import leave_no_trace
+from .state import PutBack, leave_no_trace, not_inference, under
 
 # %% ../nbs/06_channels.ipynb #83e459db
 class Conv1DPruner:
@@ -109,6 +108,7 @@ class GroupedConvPruner:
     get_in_channel_groups = get_out_channel_groups
 
 
+
 # %% ../nbs/06_channels.ipynb #cf56b4d0
 class WholeGroupsPruner(GroupedConvPruner):
     "How whole groups leave a convolution, inputs and outputs; counted by its outputs"
@@ -141,6 +141,7 @@ def group_rule(
     return WholeGroupsPruner if reads_channels and module.groups in (module.in_channels, module.out_channels) else GroupedConvPruner
 
 
+
 # %% ../nbs/06_channels.ipynb #8eeea98c
 _over_axes = {"Mean", "Sum", "Nansum", "Amax", "Amin", "Max", "Min", "Prod", "Var", "Std", "LinalgVectorNorm", "Norm", "Logsumexp"}
 _moves_axes = {"Permute", "Transpose", "T", "Mm", "Bmm", "Addmm", "Baddbmm", "View", "UnsafeView", "ReshapeAlias", "AsStrided", "_OneNode", "Unknown"}
@@ -166,6 +167,7 @@ def _channel_axis(node)->int|None:
     if isinstance(node.module, nn.Linear | nn.LayerNorm | nn.Embedding) and _shape(node): return len(_shape(node)) - 1
 
 
+
 # %% ../nbs/06_channels.ipynb #0b513e74
 def takes_all(
     node, # of the graph
@@ -185,6 +187,7 @@ def _one_for_all(node)->list:
     if len(node.inputs) < 2 or len(axes) != 1: return []
     axis = axes.pop() - len(shape)
     return [i for i in inputs if len(_shape(i)) < -axis or _shape(i)[axis] == 1]
+
 
 
 # %% ../nbs/06_channels.ipynb #596502a8
@@ -208,6 +211,7 @@ def _put_before(
     "Put a node between another one and its inputs"
     for i in node.inputs: i.outputs = [between if o is node else o for o in i.outputs]
     between.inputs, between.outputs, node.inputs = node.inputs, [node], [between]
+
 
 
 # %% ../nbs/06_channels.ipynb #bcbd21a3
@@ -238,6 +242,7 @@ def graph_class()->type:
     return Followed
 
 
+
 # %% ../nbs/06_channels.ipynb #1161dcbb
 class _OneNode(torch.autograd.Function):
     "One node of autograd's graph for all that lies between `used` and `out`"
@@ -262,16 +267,17 @@ def _may_hide(func:Callable, x)->bool:
     return isinstance(x, Tensor) and not reads_attribute and x.requires_grad and x._is_view()
 
 # %% ../nbs/06_channels.ipynb #fc7c9f80
-@contextmanager
 def without_cache(
     model:nn.Module, # any model
-):
+)->PutBack:
     "Keep Hugging Face models from returning keys and values: they join them to empty tensors, which cannot be followed"
     configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False) is True}.values()
-    for c in configs: c.use_cache = False
-    try: yield
-    finally:
-        for c in configs: c.use_cache = True
+    def switch(on):
+        for c in configs: c.use_cache = on
+    def remember():
+        switch(False)
+        return partial(switch, True)
+    return PutBack(remember)
 
 def eagerly():
     "In the block, compiled models run as they were written: hooks and autograd's graph are of the layers then"
@@ -283,7 +289,7 @@ class _Settled(dict):
 
 follow_errors = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
-@torch.inference_mode(False)
+@under(not_inference)
 def trace(
     model:nn.Module, # any model
     sample,          # one example input it runs on
@@ -415,8 +421,7 @@ def n_channels(self:Graph,
 class TornWeight(ValueError): "A weight that is shared would not be shared any more"
 
 @patch
-@torch.inference_mode(False)
-@torch.no_grad()
+@under(not_inference, torch.no_grad)
 def remove(self:Graph,
     parts:list, # of `Part`; those of several roots may be joined
 )->dict:        # old parameter -> new parameter
@@ -473,7 +478,7 @@ def narrowed(
     return t
 
 @patch
-@torch.inference_mode(False)
+@under(not_inference)
 def cut(self:Graph,
     parts:list, # of `Part`
 )->dict:        # old parameter -> (new parameter, selections that made it)

@@ -33,7 +33,7 @@ from fasterai_sens.channels import (
 from .inputs import call, tensors_in
 from .layers import convs, transposed_convs
 from .progress import report, slow_bar
-from .state import leave_no_trace
+from .state import leave_no_trace, under
 
 # %% ../nbs/07_proof.ipynb #e24b14fd
 def channel_axis(
@@ -52,6 +52,7 @@ def _watch(module:nn.Module, gone:set, seen:list):
         x = x.index_fill(axis, numbers(gone), 0)
         return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
     module.register_forward_pre_hook(look, with_kwargs=True)
+
 
 
 # %% ../nbs/07_proof.ipynb #130c7e88
@@ -89,7 +90,7 @@ def mixer(self:Graph,
 
 # %% ../nbs/07_proof.ipynb #49735fa7
 @patch
-@torch.no_grad()
+@under(torch.no_grad)
 def run(self:Graph,
     parts:list=(),     # of `Part`, the channels to do without
     silent:bool=False, # silence them where they are read; False: take them out
@@ -163,6 +164,7 @@ def fault(self:Graph,
 def _apart(x:Tensor, y:Tensor)->bool:
     "Whether two tensors differ in shape or numbers"
     return x.shape != y.shape or differ(x, y)
+
 
 
 # %% ../nbs/07_proof.ipynb #737da8b8
