@@ -508,3 +508,51 @@ def test_quantize_model_made_under_inference_mode():
     with quantize_model(model, 2):
         assert changes(before, fingerprint(model)) == ["parameters: weight"]
     assert changes(before, fingerprint(model)) == []
+
+
+# ---- a Learner
+
+
+def learner_state(learn):
+    """What a Learner, its recorder and its callbacks hold, to compare"""
+    from fastcore.foundation import L
+
+    def plain(v):
+        return [plain(o) for o in v] if isinstance(v, list | tuple | L) else v if isinstance(v, int | float | str) else id(v)
+
+    owners = dict(learn=learn, smooth=learn.recorder.smooth_loss, loss=learn.recorder.loss) | {cb.name: cb for cb in learn.cbs} | {m.name: m for m in learn.metrics}
+    return {f"{n}.{k}": plain(v) for n, o in owners.items() for k, v in vars(o).items()}
+
+
+@pytest.mark.parametrize("extra", ["none", "mixup", "csv", "schedule", "stateful"])
+def test_learner_is_as_it_was(extra, tmp_path):
+    """Its record, counters, last batch, callbacks, metrics and files, after `from_learner` and after every evaluation"""
+    from fastai.callback.all import CSVLogger, MixUp, SaveModelCallback
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from fastai.learner import Learner
+    from fastai.losses import CrossEntropyLossFlat
+    from fastai.metrics import F1Score, accuracy
+
+    pairs = [(x[i % 8], torch.tensor(i % 3)) for i in range(16)]
+    loaders = DataLoaders(DataLoader(pairs, 8), DataLoader(pairs, 8))
+    cbs = dict(none=[], mixup=[MixUp()], csv=[CSVLogger()], schedule=[SaveModelCallback()], stateful=[])[extra]
+    metrics = [accuracy, F1Score(average="macro")] if extra == "stateful" else [accuracy]
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    learn = Learner(loaders, model, loss_func=CrossEntropyLossFlat(), metrics=metrics, cbs=cbs, path=tmp_path)
+    with learn.no_bar():
+        learn.fit_one_cycle(2, 1e-2)
+    before, weights, files = learner_state(learn), fingerprint(model), {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert before["recorder.values"] and before["recorder.losses"] and before["recorder.lrs"]
+    a = SensitivityAnalyzer.from_learner(learn, metric=metrics[-1])
+    assert learner_state(learn) == before
+    found = a.analyze(verbose=False)
+    assert learner_state(learn) == before and len(found.layers) == 2
+    assert changes(weights, fingerprint(model)) == [] and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
+
+    def broken(p, t):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        SensitivityAnalyzer.from_learner(learn, metric=broken, objective=None, higher_is_better=True).analyze(verbose=False)
+    assert learner_state(learn) == before
