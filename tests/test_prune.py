@@ -389,7 +389,7 @@ def test_bits_are_no_percentage():
     (dict(context="both"), ValueError), (dict(schedule=dsd), ValueError), (dict(schedule="agp"), TypeError), (dict(steps=0), ValueError),
     (dict(steps=True), ValueError), (dict(steps=1.5), ValueError), (dict(round_to=0), ValueError), (dict(round_to=True), ValueError),
     (dict(criteria="large_final"), TypeError), (dict(ignored_layers=["stam"]), KeyError), (dict(ignored_layers=[nn.Linear(1, 1)]), KeyError),
-    (dict(criteria=taylor), ValueError), (dict(criteria=wanda), ValueError)], ids=str)
+    (dict(criteria=taylor), ValueError), (dict(criteria=wanda), ValueError)], ids=lambda v: " ".join(v) if isinstance(v, dict) else v.__name__)
 def test_options_that_make_no_sense(options, error):
     model = residual()
     before = fingerprint(model)
