@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .evaluate import Score
 from .inputs import call, tensors_in
 from .layers import all_units, has_class
-from .state import forget_casts, leave_no_trace, tensor_mark
+from .state import bytes_of, forget_casts, inner_tensors, leave_no_trace
 
 # %% ../nbs/10_effects.ipynb #ec7a9b2e
 @torch.no_grad()
@@ -33,12 +33,19 @@ def answer(
     with leave_no_trace(model, weights=()):
         return [t.detach().clone() for t in tensors_in(call(model.eval(), sample))]
 
+def _all_bytes(t:Tensor)->list:
+    "The bytes of the tensors that `t` is made of"
+    parts = inner_tensors(t) or {"": t}
+    return [bytes_of(part if part.layout == torch.strided else part.to_dense()) for part in parts.values()]
+
 def same_answer(
     a:list, # from `answer`
     b:list, # the same
 )->bool:
     "Whether two answers are equal to the bit; NaN equals NaN"
-    return [tensor_mark(t)[1:] for t in a] == [tensor_mark(t)[1:] for t in b]
+    first = [part for t in a for part in _all_bytes(t)]
+    second = [part for t in b for part in _all_bytes(t)]
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 def is_telling(
     answer:list, # of tensors
