@@ -20,16 +20,17 @@ from .effects import check_heard, same_score
 from .evaluate import FineTuned, Score, as_score, compare, why_no_ci
 from .layers import all_units
 from .results import LayerSensitivity, SensitivityResult, SweepResult
-from .state import Perturbation, PutBack, forget_casts, inner_tensors, keep_values, leave_no_trace, under
+from .state import Perturbation, PutBack, forget_casts, inner_tensors, keep_values, leave_no_trace, storage_of, under
 
 # %% ../nbs/11_measure.ipynb #0536f3b8
 def checksum(
     t:Tensor, # plain and dense
 )->Tensor:    # its bytes if they are few, else sums of them
     "What changes with the numbers in `t`, at a quarter of the price of a copy"
-    flat = t.detach().contiguous().view(-1).view(torch.uint8)
-    n, width = len(flat)//8, 509
-    if n < 8*width: return flat.clone()
+    n, width = t.numel()*t.element_size()//8, 509
+    flat = t.detach().contiguous().view(-1)
+    if n < 8*width: return flat.clone().view(torch.uint8)
+    flat = flat.view(torch.uint8)
     if flat.storage_offset() % 8: flat = flat.clone()
     whole, rows = flat[:8*n].view(torch.int64), n//width
     return torch.cat([whole[:rows*width].view(rows, width).sum(0), whole[rows*width:], flat[8*n:].long()])
@@ -38,6 +39,7 @@ def checksums(
     t:Tensor, # of any kind
 )->list:      # of tensors
     "`checksum` of each plain tensor that `t` is made of"
+    if type(t) is Tensor and t.layout == torch.strided and t.device.type != "meta" and not (t.is_quantized or t.is_nested or t.is_complex()): return [checksum(t)]
     if t.device.type == "meta": return []
     parts = inner_tensors(t).values()
     if parts: return [one for part in parts for one in checksums(part)]
@@ -61,13 +63,17 @@ def is_converted(
 @under(torch.no_grad)
 def watch_weights(
     model:nn.Module, # any model
+    known:Callable|None=None, # what this returned before, for those parameters that have not changed since
+    but=(),          # parameters that have
 )->Callable:         # call it for the names of those that changed since
     "Remember what the parameters of `model` are, without a copy"
-    before = {n: (p, p.data, p._version, checksums(p.data)) for n, p in model.named_parameters()}
+    old, new = {p: look for look in known.before.values() for p in look[:1]} if known else {}, {storage_of(t) for t in but}
+    before = {n: old[p] if p in old and storage_of(p) not in new else (p, p.data, p._version, checksums(p.data)) for n, p in model.named_parameters()}
     @torch.no_grad()
     def changed():
         now = dict(model.named_parameters())
         return [n for n in now | before if n not in now or n not in before or _differs(now[n], *before[n])]
+    changed.before = before
     return changed
 
 def _differs(now:Tensor, p:Tensor, data:Tensor, version:int, sums:list)->bool:
@@ -86,12 +92,13 @@ def evaluate(
     eval_fn:Callable,  # model -> number or per-sample scores, or a pair with the objective
     perturbation:Callable=untouched, # (model, unit) -> context manager
     unit=None,         # what is compressed meanwhile
+    known=None,        # `watch_weights` of the untouched model, if the perturbation writes to its unit alone
 )->Score:
     "Score of the model under a perturbation. Raises ValueError if `eval_fn` changes the weights"
     with perturbation(model, unit):
         model.eval()
         forget_casts()   # of the weights as they were before the perturbation
-        changed = watch_weights(model)
+        changed = watch_weights(model, known, unit.tensors if unit else ())
         score = as_score(eval_fn(model))
         if names := changed(): raise ValueError(f"eval_fn changed the weights of the model ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); it must only evaluate it")
     return score
@@ -149,11 +156,11 @@ def measure(
     check_training(eval_fn, perturbations)
     restore, changed = keep_values(list(model.parameters())), watch_weights(model)
     with leave_no_trace(model, weights=()), PutBack(lambda: restore):
-        def scored(*how):
-            score = evaluate(model, eval_fn, *how)
-            if changed(): restore()   # what a perturbation wrote beyond its unit must not spoil the next evaluation
+        def scored(p, u):
+            score = evaluate(model, eval_fn, p, u, changed if p.stays_in_unit else None)
+            if not p.stays_in_unit and changed(): restore()   # what it wrote beyond its unit must not spoil the next evaluation
             return score
-        base = check_baseline(scored(), metric_name, objective_name)
+        base = check_baseline(evaluate(model, eval_fn, known=changed), metric_name, objective_name)
         steps = progress([(p, u) for p in levels for u in units if wanted is None or p.level in wanted[u.name]], verbose)
         stopped, tried, found = {}, [], {p.level: ([], list(skipped)) for p in levels}
         for p, u in steps:

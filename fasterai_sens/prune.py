@@ -94,6 +94,7 @@ class Pruned(Perturbation):
     pct:float=50               # percent of its channels
     criteria:Criterion=large_final # which of them matter
     round_to:int=1             # the number of channels that stay is a multiple of this
+    stays_in_unit = True
     def __post_init__(self):
         object.__setattr__(self, "pct", check_ratio(self.pct, "level"))
         object.__setattr__(self, "criteria", as_criterion(self.criteria))

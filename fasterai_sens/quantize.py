@@ -84,6 +84,7 @@ class Quantized(Perturbation):
     ranges:Mapping=field(default_factory=dict, repr=False) # "input", "output" -> unit name -> (lo, hi); empty: weights only
     observer:str|None=None # what found `ranges`, for the result
     observed_on:str|None=None # the data in which it found them, for the result
+    stays_in_unit = True
     default_level = 8
     outlasts_training = False   # weights move off their grid
     @classmethod

@@ -125,6 +125,7 @@ class Sparse(Perturbation):
     pct:float=None               # percent of the weights to drop; None: 50, or what the n:m pattern comes to
     granularity:str="weight"     # block size, or an n:m pattern
     criteria:Criterion=large_final # bound to the model if it needs data
+    stays_in_unit = True
     default_level = None         # 50, or what the n:m pattern comes to
     def __post_init__(self):
         default = full_level(None, check_granularity(self.granularity))

@@ -8,7 +8,7 @@ __all__ = ['most_entries', 'not_inference', 'offered', 'methods', 'inner_tensors
            'fingerprint', 'changes', 'keep_modules', 'keep_containers', 'keep_objects', 'forget_casts',
            'casts_not_kept', 'keep_values', 'keep_grads', 'uncut', 'in_the_middle', 'Later', 'hold_signals',
            'release_signals', 'PutBack', 'PutBackOnError', 'keep_switches', 'under', 'check_changeable', 'keep_model',
-           'keep_generators', 'leave_no_trace', 'named', 'taken', 'Perturbation', 'method']
+           'storage_of', 'keep_generators', 'leave_no_trace', 'named', 'taken', 'Perturbation', 'method']
 
 # %% ../nbs/00_state.ipynb #b531a5f7
 import _thread
@@ -108,6 +108,7 @@ def entries_of(
 
 # %% ../nbs/00_state.ipynb #e8fc86f1
 _of_torch = frozenset(vars(nn.Module()))   # the attributes that every module has
+_containers_of_torch = [k for k, v in vars(nn.Module()).items() if isinstance(v, dict | set)]
 
 def attributes_of(
     module:nn.Module, # one module, its children not looked into
@@ -218,16 +219,17 @@ def keep_modules(
 )->Callable:         # call it to put them back
     "Remember attributes, modes, hooks and the tensors' places of every module"
     kept = [(m, type(m), m.training, dict(vars(m))) for m in model.modules()]
-    inner = [(v, v.copy() if v else None) for *_, own in kept for k, v in own.items() if k in _of_torch and isinstance(v, (dict, set))]
+    inner = [own[k] for *_, own in kept for k in _containers_of_torch if k in own]
+    full = [(v, v.copy()) for v in inner if v]   # most are empty
     def restore():
         for m, cls, training, own in kept:
             if type(m) is not cls: m.__class__ = cls   # a parametrization gives the module a class of its own
             vars(m).clear()
             vars(m).update(own)
             if m.training != training: m.training = training
-        for container, value in inner:
+        for container in inner:
             if container: container.clear()
-            if value: container.update(value)
+        for container, held in full: container.update(held)
     return restore
 
 # %% ../nbs/00_state.ipynb #e9ee0f44
@@ -496,10 +498,10 @@ def keep_model(
     if any(p.is_inference() for p in params): check_changeable(model)
     buffers, others = list(model.buffers()), [o for o in held if isinstance(o, Tensor)]
     if others:
-        known, ours = {id(t) for t in (*params, *buffers)}, {_place(p) for p in params}
+        known, ours = {id(t) for t in (*params, *buffers)}, {storage_of(p) for p in params}
         others = [t for t in others if id(t) not in known]
-        aliases = [t for t in others if _place(t) in ours]   # their numbers are those of parameters
-        others = [t for t in others if _place(t) not in ours]
+        aliases = [t for t in others if storage_of(t) in ours]   # their numbers are those of parameters
+        others = [t for t in others if storage_of(t) not in ours]
     else: aliases = []
     with ExitStack() as undo:
         undo.callback(keep_grads(model, [*others, *aliases]))
@@ -509,7 +511,9 @@ def keep_model(
         forget_casts()   # whoever changed weights before may not have done so
         return undo.pop_all().close
 
-def _place(t:Tensor):
+def storage_of(
+    t:Tensor, # of any kind
+)->int:       # equal for tensors over the same memory
     "Where the numbers of `t` are"
     return id(t) if hasattr(t, "__tensor_flatten__") or t.layout != torch.strided else t.untyped_storage().data_ptr()
 
@@ -557,6 +561,7 @@ class Perturbation:
     method_name = None   # what users pass as `compression`; set by `method`
     default_level = 50   # the level meant by `level=None`
     level = None         # how hard this one compresses, as the user said it
+    stays_in_unit = False # whether it is known to write to the tensors of its unit alone, so that the others need not be looked at before each evaluation
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
     @classmethod
     def default_levels(cls, **options)->tuple:
