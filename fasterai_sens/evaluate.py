@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from numbers import Real
+from threading import Lock
 from types import SimpleNamespace
 
 import numpy as np
@@ -584,6 +585,7 @@ def learner_eval(
         whole, back = _keep_outputs()
         with PutBack(lambda: keep_learner(learn)):
             learn.model = model
+            if hasattr(learn, "lock"): learn.lock = Lock()   # one that an interrupt leaves locked would stop the Learner for good
             bars = [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
             with learn.removed_cbs(bars), learn.no_logging(), _unreduced(learn) if keeps else nullcontext(): preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=[*keeps, whole, back])
         return mapped(_tensor, _joined(whole.kept) if whole.kept else preds), mapped(_tensor, targs)
