@@ -220,6 +220,8 @@ def try_out(name, job, sender, tries, rng):
         if not found: continue
         n_corrupt += 1
         corrupt.update(found[:3])
+        if name != "Learner": model = Net()
+        score(model)
         before = look(model)
     return seconds, came, ended, n_corrupt, corrupt
 

@@ -9,6 +9,7 @@ __all__ = ['sides', 'find_sides', 'hook_side', 'observe_ranges', 'Quantized', 'c
 # %% ../nbs/05_quantize.ipynb #cc448e00
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -193,7 +194,10 @@ class AppliedPlan:
     def size_bytes(self)->int: return self.plan.size_bytes
     @uncut
     def __enter__(self):
-        self.held = hold_signals()
+        with ExitStack() as undo:
+            undo.callback(self.remove)   # a signal may come before it can be held
+            self.held = hold_signals()
+            undo.pop_all()
         return self
     @uncut
     def __exit__(self, *_):

@@ -383,17 +383,22 @@ _waiting = set()   # signals that will come again
 def _send_again(signum:int):
     "Runs in a thread of its own, since a handler that sends a signal would be called within itself"
     time.sleep(1e-3)
+    if signum not in _waiting: return   # it was handled
     _waiting.discard(signum)
     _thread.interrupt_main(signum)
+
+def _wait(signum:int):
+    "Let a signal come again, once"
+    if signum in _waiting: return
+    _waiting.add(signum)
+    _thread.start_new_thread(_send_again, (signum,))
 
 class Later:
     "The handler of a signal, called only where it may be"
     def __init__(self, handler): self.handler = handler
     def __call__(self, signum, frame):
         if not in_the_middle(frame): return self.handler(signum, frame)
-        if signum in _waiting: return
-        _waiting.add(signum)
-        _thread.start_new_thread(_send_again, (signum,))
+        _wait(signum)
 
 # %% ../nbs/00_state.ipynb #c434b703
 _signals = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGCHLD", "SIGXCPU", "SIGBREAK") if hasattr(signal, n)]
@@ -407,8 +412,8 @@ def hold_signals()->list: # numbers of those that wait from now on
         for number in _signals:
             handler = signal.getsignal(number)
             if not callable(handler) or isinstance(handler, Later): continue
+            held.append(number)   # before, since another signal may come in between
             signal.signal(number, Later(handler))
-            held.append(number)
         undo.pop_all()
     return held
 
@@ -417,12 +422,20 @@ def release_signals(
 ):
     "Put the handlers back; a signal that waits is handled now"
     if not held: return
-    handler = signal.getsignal(held[-1])
-    try:
-        if isinstance(handler, Later): signal.signal(held[-1], handler.handler)
+    due = list(_waiting)
+    _waiting.clear()
+    try: _let_go(held)
     finally:
-        release_signals(held[:-1])
+        _let_go(held)   # if a new signal came meanwhile
+        for number in due[1:]: _wait(number)
+        if due: _thread.interrupt_main(due[0])
         while _waiting: time.sleep(1e-4)
+
+def _let_go(held:list):
+    "Put the handlers back that still wait"
+    for number in held:
+        handler = signal.getsignal(number)
+        if isinstance(handler, Later): signal.signal(number, handler.handler)
 
 # %% ../nbs/00_state.ipynb #3a66acf8
 class PutBack:
