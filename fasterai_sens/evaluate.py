@@ -426,12 +426,12 @@ def as_eval_fn(
     if hasattr(eval_fn, "dls"): raise TypeError(f"{name} is a function of the model or data; got a Learner: use SensitivityAnalyzer.from_learner, or its data, learn.dls.valid")
     if hasattr(type(eval_fn), "train") and hasattr(type(eval_fn), "valid"): raise TypeError(f"{name} is a function of the model or data; got {type(eval_fn).__name__}: take one of its loaders, such as dls.valid")
     if callable(eval_fn): return eval_fn
-    if not higher_is_better: raise ValueError(f"data as {name} means accuracy, of which more is better; leave higher_is_better=False out, or write {name}=evaluation(data, metric)")
-    if isinstance(eval_fn, Iterator): raise ValueError(f"{name} can be read only once, and is needed for every layer; give a list or a DataLoader")
-    if isinstance(eval_fn, Mapping) or isinstance(eval_fn, tuple) and len(eval_fn) == 2: return ClassifierData([eval_fn], sample, name)
     if isinstance(eval_fn, Dataset) and not isinstance(eval_fn, IterableDataset): raise TypeError(f"{name} is a function of the model or data in batches; got {type(eval_fn).__name__}: give DataLoader(dataset, batch_size=64)")
     if isinstance(eval_fn, str | bytes | Tensor | np.ndarray) or not isinstance(eval_fn, Iterable):
         raise TypeError(f"{name} is a function of the model; got {type(eval_fn).__name__}; or data of a classifier: a DataLoader, a list of batches, or a pair (inputs, targets)")
+    if not higher_is_better: raise ValueError(f"data as {name} means accuracy, of which more is better; leave higher_is_better=False out, or write {name}=evaluation(data, metric)")
+    if isinstance(eval_fn, Iterator): raise ValueError(f"{name} can be read only once, and is needed for every layer; give a list or a DataLoader")
+    if isinstance(eval_fn, Mapping) or isinstance(eval_fn, tuple) and len(eval_fn) == 2: return ClassifierData([eval_fn], sample, name)
     if isinstance(eval_fn, tuple | list) and not eval_fn: raise ValueError(f"{name} is empty: there is no batch in it")
     return ClassifierData(eval_fn, sample, name)
 

@@ -56,6 +56,7 @@ def is_converted(
     if t.layout == torch.strided and (t.dtype, t.shape, t.stride(), t.data_ptr()) == (old.dtype, old.shape, old.stride(), old.data_ptr()): return True
     if t.shape != old.shape or t.layout != old.layout: return False
     known = old.to(t.device)
+    if t.layout != torch.strided: return torch.equal(t.to_dense(), known.to_dense())   # what follows has no sparse form
     if not t.is_floating_point() or not known.is_floating_point(): return torch.equal(t, known.to(t.dtype))
     ways = [t.dtype, torch.float16, torch.bfloat16]
     return any(torch.allclose(t.double(), known.to(way).to(t.dtype).double(), 0, 0, equal_nan=True) for way in ways)

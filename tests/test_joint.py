@@ -181,7 +181,7 @@ def test_by_the_metric_or_the_objective(small):
 
 @pytest.mark.parametrize("recalibrated", [False, True])
 def test_an_evaluation_that_compares(small, recalibrated):
-    """One that was used on another model sees the untouched one first, as it is; one that writes to the weights leaves no trace."""
+    """One that was used on another model sees the untouched one first, as it is; one that writes to the weights is refused, and leaves no trace."""
     model, images, sweeps, _ = small
     torch.manual_seed(1)
     other = nn.Sequential(nn.Flatten(), nn.Linear(432, 5))
@@ -197,7 +197,7 @@ def test_an_evaluation_that_compares(small, recalibrated):
         def __call__(self, m):
             for p in m.parameters(): p.data.mul_(1.01)
             return super().__call__(m)
-    search_plan(model, images[:1], Rough(used.run, used.metric, used.objective), **options)
+    with pytest.raises(ValueError, match="eval_fn changed the weights"): search_plan(model, images[:1], Rough(used.run, used.metric, used.objective), **options)
     assert changes(before, fingerprint(model)) == []
 
 
