@@ -158,7 +158,7 @@ def measure(
     restore, changed = keep_values(list(model.parameters())), watch_weights(model)
     with leave_no_trace(model, weights=()), PutBack(lambda: restore):
         def scored(p, u):
-            score = evaluate(model, eval_fn, p, u, changed if p.stays_in_unit else None)
+            score = evaluate(model, eval_fn, p, u, changed if getattr(p, "stays_in_unit", False) else None)
             if not p.stays_in_unit and changed(): restore()   # what it wrote beyond its unit must not spoil the next evaluation
             return score
         base = check_baseline(evaluate(model, eval_fn, known=changed), metric_name, objective_name)
