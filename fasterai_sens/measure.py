@@ -159,7 +159,7 @@ def measure(
     with leave_no_trace(model, weights=()), PutBack(lambda: restore):
         def scored(p, u):
             score = evaluate(model, eval_fn, p, u, changed if getattr(p, "stays_in_unit", False) else None)
-            if not p.stays_in_unit and changed(): restore()   # what it wrote beyond its unit must not spoil the next evaluation
+            if not getattr(p, "stays_in_unit", False) and changed(): restore()   # what it wrote beyond its unit must not spoil the next evaluation
             return score
         base = check_baseline(evaluate(model, eval_fn, known=changed), metric_name, objective_name)
         steps = progress([(p, u) for p in levels for u in units if wanted is None or p.level in wanted[u.name]], verbose)
