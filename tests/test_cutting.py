@@ -7,25 +7,12 @@ import pytest
 import torch
 import torchvision.models as tv
 from torch import nn
-from toys import Net
+from toys import Net, lively
 
 from fasterai_sens import Sparsifier, cut_by_masks, fix_mask_conflict
 from fasterai_sens.state import changes, fingerprint
 
 bn_types = nn.modules.batchnorm._BatchNorm
-
-
-def lively(model):
-    """The model with statistics, scales and biases that are not 0 and 1"""
-    for m in model.modules():
-        if isinstance(m, bn_types):
-            m.running_mean.uniform_(-0.2, 0.2)
-            m.running_var.uniform_(0.5, 1.5)
-            m.weight.data.uniform_(0.5, 1.5)
-            m.bias.data.uniform_(-0.3, 0.3)
-        elif getattr(m, "bias", None) is not None:
-            m.bias.data.uniform_(-0.1, 0.1)
-    return model.eval()
 
 
 def random_masks(model, share=0.6, norms=True):

@@ -5,11 +5,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from toys import rows, three_layers, unchanged
 
 from fasterai_sens import (
     Perturbation,
     SensitivityAnalyzer,
     Sparse,
+    SweepResult,
     allocate,
     analyze_degradation,
     analyze_sensitivity,
@@ -26,20 +28,14 @@ from fasterai_sens import (
 from fasterai_sens.state import methods
 
 x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+score = rows(x)
 quant = dict(quant_per_channel=True, quant_activations=False, quant_group_size=2, quant_ranges="mse", quant_symmetric=True)
 
 
 @pytest.fixture(scope="module")
 def net():
     """Three layers"""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-
-
-def score(m):
-    """A number for each row"""
-    with torch.no_grad():
-        return m(x)[:, 0]
+    return three_layers()
 
 
 def doors(net):
@@ -72,9 +68,11 @@ def test_misspelled_options(net, name, wrong, right):
 def test_options_that_are_taken(net):
     for door in doors(net):
         for name in methods:
-            door(name, layers=["0", "2"], layer_types=nn.Linear, **dict.fromkeys([*quant, "granularity"]))
-        door("sparsity", granularity="filter")
-        door("quantization", **quant | dict(quant_activations="output"))
+            found = door(name, layers=["0", "2"], layer_types=nn.Linear, **dict.fromkeys([*quant, "granularity"]))
+            first = found[0] if isinstance(found, SweepResult) else found
+            assert {row.name for row in first.layers} == {"0", "2"}
+        assert door("sparsity", granularity="filter") is not None
+        assert door("quantization", **quant | dict(quant_activations="output")) is not None
 
 
 def test_ranges_need_activations(net):
@@ -180,8 +178,9 @@ def test_sizes_take_what_is_theirs(net):
     a = SensitivityAnalyzer(net, x[:1], score, criteria=random)
     sweep = a.sweep("sparsity", granularity="row", verbose=False)
     for f in small_of(net):
-        f("sparsity", granularity="row", criteria=random, plan=sweep, max_pct=80)
-        f("pruning", criteria=random)
+        with unchanged(net):
+            f("sparsity", granularity="row", criteria=random, plan=sweep, max_pct=80)
+            f("pruning", criteria=random)
 
 
 def test_budgets_say_what_they_are_of(net):

@@ -17,7 +17,7 @@ import torchvision.models as tv
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from toys import Net
+from toys import Net, lively
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -1517,19 +1517,6 @@ def batch_norm_of(model):
     return found
 
 
-def lively(build):
-    """A model whose batch norms do something"""
-    torch.manual_seed(0)
-    model = build(num_classes=4).eval()
-    for m in model.modules():
-        if isinstance(m, bn_types):
-            m.running_mean.uniform_(-0.2, 0.2)
-            m.running_var.uniform_(0.5, 1.5)
-            m.weight.data.uniform_(0.5, 1.5)
-            m.bias.data.uniform_(-0.3, 0.3)
-    return model
-
-
 NETS = {"resnet18": (tv.resnet18, 50), "mobilenet_v2": (tv.mobilenet_v2, 50), "resnext50": (tv.resnext50_32x4d, 75)}
 
 
@@ -1537,7 +1524,8 @@ NETS = {"resnet18": (tv.resnet18, 50), "mobilenet_v2": (tv.mobilenet_v2, 50), "r
 def test_fixed_masks_can_be_cut(name):
     """Coupled layers agree, grouped ones lose as many from each group, and cutting gives what masking gives"""
     build, pct = NETS[name]
-    model, x = lively(build), image(32)
+    torch.manual_seed(0)
+    model, x = lively(build(num_classes=4)), image(32)
     convs = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
     masks = random_masks(model, convs, pct)
     copied = copy.deepcopy(masks)

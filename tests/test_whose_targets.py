@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from toys import rows, three_layers, unchanged
 
 from fasterai_sens import (
     BitPlan,
@@ -34,19 +34,13 @@ from fasterai_sens import (
 from fasterai_sens.recovery import stage_targets
 
 x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+score = rows(x)
 
 
 @pytest.fixture
 def net():
     """Three layers"""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-
-
-def score(m):
-    """A number for each row"""
-    with torch.no_grad():
-        return m(x)[:, 0]
+    return three_layers()
 
 
 def analyzer(net):
@@ -146,14 +140,17 @@ def test_plain_dictionaries_and_files_of_before_go_everywhere(net, method, tmp_p
     assert old.method is None and old.unit == unit
     for tool in tools_of(net, method):
         for targets in (old, dict(old), LayerTargets(dict(old), unit, method)):
-            tool(targets)
+            with unchanged(net):
+                tool(targets)
 
 
 def test_a_deliberate_use_has_its_way(net):
     targets = measured(net, "sparsity")
     channels = {n: pct for n, pct in targets.items() if n != "4"}
     for ratios in (channels, LayerTargets(channels, method="pruning"), LayerTargets(LayerTargets(channels, method="sparsity"), method="pruning")):
-        Pruner(copy.deepcopy(net), ratios, example_inputs=x[:1]).prune_model()
+        pruner = Pruner(copy.deepcopy(net), ratios, example_inputs=x[:1])
+        pruner.prune_model()
+        assert pruner.model[0].out_features == round(16*(1 - channels["0"]/100))
 
 
 def test_searches_start_from_plans_for_sparsity(net):

@@ -5,7 +5,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
+
+from fasterai_sens.state import changes, fingerprint
 
 peers = Path(__file__).parent.parent / ".venv" / "peers"
 
@@ -22,6 +25,41 @@ class Net(nn.Module):
     def forward(self, *args, **kwargs):
         """Whatever the function says"""
         return self.run(self, *args, **kwargs)
+
+
+def three_layers():
+    """Three linear layers from 8 inputs to 4 outputs, the same at each call"""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def rows(x):
+    """An eval_fn that gives each row of x its first output as score"""
+    def score(model):
+        with torch.no_grad():
+            return model(x)[:, 0]
+    return score
+
+
+def lively(model):
+    """The model with statistics, scales and biases that are not 0 and 1"""
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            m.running_mean.uniform_(-0.2, 0.2)
+            m.running_var.uniform_(0.5, 1.5)
+            m.weight.data.uniform_(0.5, 1.5)
+            m.bias.data.uniform_(-0.3, 0.3)
+        elif getattr(m, "bias", None) is not None:
+            m.bias.data.uniform_(-0.1, 0.1)
+    return model.eval()
+
+
+@contextmanager
+def unchanged(model):
+    """Fails if the block leaves a trace on the model"""
+    before = fingerprint(model)
+    yield
+    assert not changes(before, fingerprint(model))
 
 
 def folder_of(version):
