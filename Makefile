@@ -30,7 +30,7 @@ $(PEERS)/fasterai-%: | $(READY)
 peers: $(PEERS)/fasterai-0.3.2 $(PEERS)/fasterai-0.4.1
 
 demo: $(READY)
-	$(RUN)/python -c "from fasterai_sens.demo import print_demo; print_demo()"
+	$(RUN)/python -c "from fasterai_sens.show.demo import print_demo; print_demo()"
 
 test: sync lint notebooks pytest
 

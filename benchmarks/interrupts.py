@@ -36,9 +36,9 @@ from fasterai_sens import (
     state,
     taylor,
 )
-from fasterai_sens.layers import all_units
-from fasterai_sens.measure import evaluate
-from fasterai_sens.proof import channel_groups
+from fasterai_sens.core.layers import all_units
+from fasterai_sens.measure.loop import evaluate
+from fasterai_sens.methods.proof import channel_groups
 
 
 class Net(nn.Module):

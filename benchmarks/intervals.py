@@ -15,7 +15,7 @@ import pandas as pd
 from scipy.stats import norm
 from scipy.stats import t as student
 
-from fasterai_sens.intervals import mean_interval, paired_interval, sequence_scores
+from fasterai_sens.measure.intervals import mean_interval, paired_interval, sequence_scores
 
 RESAMPLES = 999   # 2.5 % of 1000 are whole numbers of them
 

@@ -18,7 +18,7 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 from fasterai_sens import Recalibrated, SensitivityAnalyzer, gradual_degradation_recovery, leave_no_trace
-from fasterai_sens.demo import digits_learner
+from fasterai_sens.show.demo import digits_learner
 
 
 def small(num_classes):

@@ -9,7 +9,7 @@ from sklearn.datasets import load_breast_cancer
 from torch import nn
 from torchvision.models import MobileNetV2, resnet18
 
-from fasterai_sens.demo import digits, digits_learner
+from fasterai_sens.show.demo import digits, digits_learner
 
 
 @dataclass

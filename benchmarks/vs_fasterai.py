@@ -22,7 +22,7 @@ from time import process_time
 import torch
 
 from fasterai_sens import SensitivityAnalyzer
-from fasterai_sens.demo import digits_learner
+from fasterai_sens.show.demo import digits_learner
 
 peer = Path(__file__).parent.parent / ".venv" / "peers" / "fasterai-0.3.2"
 jobs = {  # name -> what to call

@@ -2,11 +2,12 @@
 
 __version__ = "0.1.0"
 
-from . import plot, targets
-from .analyzer import SensitivityAnalyzer, analyze_sensitivity
-from .baselines import erk, global_magnitude, lamp, uniform
-from .counters import count_flops_params, latency, n_bytes
-from .criteria import (
+from .plans import targets as _targets
+from .show import plots as _plots
+from .measure.analyzer import SensitivityAnalyzer, analyze_sensitivity
+from .plans.baselines import erk, global_magnitude, lamp, uniform
+from .core.counters import count_flops_params, latency, n_bytes
+from .methods.criteria import (
     Criterion,
     large_final,
     large_init,
@@ -24,35 +25,35 @@ from .criteria import (
     updating_movmag,
     wanda,
 )
-from .cutting import cut_by_masks
-from .degradation import (
+from .topology.cutting import cut_by_masks
+from .plans.degradation import (
     DegradationResult,
     analyze_degradation,
     identify_critical_layers,
     recommend_compression_target,
     validate_compression_target,
 )
-from .evaluate import Divergence, FineTuned, evaluation, kl_from
-from .inference import split_plan, to_torchao_config
-from .joint import search_plan
-from .plans import Compressor, CostTable, allocate, cost_table
-from .prune import Pruned, Pruner
-from .quantize import Quantized, quantize_model
-from .results import BitPlan, LayerSensitivity, LayerTargets, Plan, SensitivityResult, SweepResult
-from .schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
-from .search import Recalibrated, SearchResult, reestimate_norms, search_targets
-from .sizes import compress_to_size, compress_with_layer_sensitivity
-from .sparsify import Sparse, Sparsifier
-from .state import Perturbation, changes, fingerprint, leave_no_trace, method
-from .topology import ChannelDependency, fix_mask_conflict, not_safe_to_prune
+from .measure.scores import Divergence, FineTuned, evaluation, kl_from
+from .methods.torchao import split_plan, to_torchao_config
+from .plans.joint import search_plan
+from .plans.allocate import Compressor, CostTable, allocate, cost_table
+from .methods.prune import Pruned, Pruner
+from .methods.quantize import Quantized, quantize_model
+from .core.results import BitPlan, LayerSensitivity, LayerTargets, Plan, SensitivityResult, SweepResult
+from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
+from .plans.search import Recalibrated, SearchResult, reestimate_norms, search_targets
+from .plans.sizes import compress_to_size, compress_with_layer_sensitivity
+from .methods.sparsify import Sparse, Sparsifier
+from .core.state import Perturbation, changes, fingerprint, leave_no_trace, method
+from .topology.coupling import ChannelDependency, fix_mask_conflict, not_safe_to_prune
 
 # These need fastai, which is imported when one of them is first used.
 _lazy = {
-    "PruneCallback": "callbacks",
-    "QuantizeCallback": "callbacks",
-    "RecoveryResult": "recovery",
-    "SparsifyCallback": "callbacks",
-    "gradual_degradation_recovery": "recovery",
+    "PruneCallback": "train.callbacks",
+    "QuantizeCallback": "train.callbacks",
+    "RecoveryResult": "train.recovery",
+    "SparsifyCallback": "train.callbacks",
+    "gradual_degradation_recovery": "train.recovery",
 }
 
 

@@ -23,10 +23,10 @@ from fasterai_sens import (
     taylor,
     wanda,
 )
-from fasterai_sens.inputs import check_sample
-from fasterai_sens.layers import all_units
-from fasterai_sens.proof import channel_groups
-from fasterai_sens.state import methods
+from fasterai_sens.core.inputs import check_sample
+from fasterai_sens.core.layers import all_units
+from fasterai_sens.methods.proof import channel_groups
+from fasterai_sens.core.state import methods
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from toys import Net
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from fasterai_sens.counters import activations, count_flops_params, every_layer_called, full_rules, latency, n_bytes, print_counts
-from fasterai_sens.state import changes, fingerprint
+from fasterai_sens.core.counters import activations, count_flops_params, every_layer_called, full_rules, latency, n_bytes, print_counts
+from fasterai_sens.core.state import changes, fingerprint
 
 # a warning of layers that are not counted would be a rule that is missing
 pytestmark = pytest.mark.filterwarnings("error:never called as modules", "ignore:LSTM with projections", "ignore:`torch.jit.script")
@@ -535,7 +535,7 @@ def test_latency_counts_its_calls_in_evaluation_mode():
 def test_latency_is_a_median(monkeypatch):
     """One slow run among five does not move it."""
     clock = iter([0, 1, 10, 13, 20, 22, 30, 130, 140, 144])
-    monkeypatch.setattr("fasterai_sens.counters.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("fasterai_sens.core.counters.perf_counter", lambda: next(clock))
     assert latency(nn.Linear(3, 2), (1, 3), runs=5, warmup=0) == 3
 
 

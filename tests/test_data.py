@@ -40,8 +40,8 @@ from fasterai_sens import (
     validate_compression_target,
     wanda,
 )
-from fasterai_sens.evaluate import Divergence, as_eval_fn, as_score
-from fasterai_sens.inputs import call, mapped, split, tensors_in
+from fasterai_sens.measure.scores import Divergence, as_eval_fn, as_score
+from fasterai_sens.core.inputs import call, mapped, split, tensors_in
 
 torch.manual_seed(0)
 x, y = torch.randn(40, 4), torch.randint(3, (40,))

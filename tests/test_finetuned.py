@@ -22,7 +22,7 @@ from fasterai_sens import (
     search_targets,
     validate_compression_target,
 )
-from fasterai_sens.layers import find_units
+from fasterai_sens.core.layers import find_units
 
 g = torch.Generator().manual_seed(0)
 x = torch.randn(96, 3, 6, 6, generator=g)

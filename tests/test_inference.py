@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 import fasterai_sens
 from fasterai_sens import BitPlan, LayerTargets, SensitivityAnalyzer, quantize_model, split_plan, to_torchao_config
-from fasterai_sens.inference import holders, layer_config, torchao_refusal
-from fasterai_sens.layers import find_units
-from fasterai_sens.quantize import Quantized, check_plan, fake_quantize_weight, plan_units
-from fasterai_sens.state import changes, fingerprint
+from fasterai_sens.methods.torchao import holders, layer_config, torchao_refusal
+from fasterai_sens.core.layers import find_units
+from fasterai_sens.methods.quantize import Quantized, check_plan, fake_quantize_weight, plan_units
+from fasterai_sens.core.state import changes, fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*FqnToConfig.*")
 

@@ -33,8 +33,8 @@ from fasterai_sens import (
     evaluation,
     fingerprint,
 )
-from fasterai_sens.evaluate import as_score, learner_eval
-from fasterai_sens.results import damage, plan_basis
+from fasterai_sens.measure.scores import as_score, learner_eval
+from fasterai_sens.core.results import damage, plan_basis
 
 NAN, INF = math.nan, math.inf
 

@@ -27,10 +27,10 @@ from fasterai_sens import (
     plans,
     quantize_model,
 )
-from fasterai_sens.criteria import large_final
-from fasterai_sens.layers import all_units
-from fasterai_sens.plans import by_method, choices, planned, unit_macs
-from fasterai_sens.results import BitPlan, LayerSensitivity, SensitivityResult
+from fasterai_sens.methods.criteria import large_final
+from fasterai_sens.core.layers import all_units
+from fasterai_sens.plans.allocate import by_method, choices, planned, unit_macs
+from fasterai_sens.core.results import BitPlan, LayerSensitivity, SensitivityResult
 
 g = torch.Generator().manual_seed(0)
 x = torch.randn(4, 6, generator=g)

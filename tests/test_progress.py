@@ -16,8 +16,8 @@ from fasterai_sens import (
     progress,
     search_plan,
 )
-from fasterai_sens.progress import report, slow_bar
-from fasterai_sens.proof import channel_groups
+from fasterai_sens.core.progress import report, slow_bar
+from fasterai_sens.methods.proof import channel_groups
 
 g = torch.Generator().manual_seed(0)
 

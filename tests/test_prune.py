@@ -31,13 +31,13 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from toys import peer
 
-import fasterai_sens.prune as prune
+import fasterai_sens.methods.prune as prune
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
-from fasterai_sens.criteria import large_final, movement, random, seeded, taylor, updating_movement, wanda
-from fasterai_sens.layers import all_units
-from fasterai_sens.proof import channel_groups
-from fasterai_sens.schedules import agp, dsd, iterative, one_cycle, schedules
-from fasterai_sens.state import changes, fingerprint, leave_no_trace
+from fasterai_sens.methods.criteria import large_final, movement, random, seeded, taylor, updating_movement, wanda
+from fasterai_sens.core.layers import all_units
+from fasterai_sens.methods.proof import channel_groups
+from fasterai_sens.train.schedules import agp, dsd, iterative, one_cycle, schedules
+from fasterai_sens.core.state import changes, fingerprint, leave_no_trace
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*CUDA.*"),  # mixed precision on a machine without a GPU

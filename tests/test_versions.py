@@ -13,8 +13,8 @@ from torch import nn
 from toys import Net
 from transformers.pytorch_utils import Conv1D
 
-from fasterai_sens.channels import trace
-from fasterai_sens.proof import channel_groups
+from fasterai_sens.methods.channels import trace
+from fasterai_sens.methods.proof import channel_groups
 
 root = Path(__file__).parent.parent
 

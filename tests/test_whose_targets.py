@@ -31,7 +31,7 @@ from fasterai_sens import (
     to_torchao_config,
     uniform,
 )
-from fasterai_sens.recovery import stage_targets
+from fasterai_sens.train.recovery import stage_targets
 
 x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
 score = rows(x)

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers.pytorch_utils import Conv1D
 
 from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, taylor, wanda
-from fasterai_sens.layers import all_units
+from fasterai_sens.core.layers import all_units
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")

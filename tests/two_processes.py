@@ -13,7 +13,7 @@ from test_callbacks import Net, digits, learner, snapshot
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from fasterai_sens.criteria import taylor
+from fasterai_sens.methods.criteria import taylor
 
 warnings.simplefilter("ignore")
 out, how, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
