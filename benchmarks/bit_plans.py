@@ -18,9 +18,9 @@ from tasks import losses, scores, text_task
 from torchvision.models import mobilenet_v2, resnet18
 
 from fasterai_sens import SensitivityAnalyzer
-from fasterai_sens.show.demo import digits_learner
-from fasterai_sens.measure.scores import kl_from
+from fasterai_sens.measure.objectives import kl_from
 from fasterai_sens.methods.quantize import quantize_model
+from fasterai_sens.show.demo import digits_learner
 
 levels, uniform = (8, 6, 5, 4, 3, 2), (8, 6, 4, 3)
 

@@ -2,11 +2,16 @@
 
 __version__ = "0.1.0"
 
-from .plans import targets as _targets
-from .show import plots as _plots
-from .measure.analyzer import SensitivityAnalyzer, analyze_sensitivity
-from .plans.baselines import erk, global_magnitude, lamp, uniform
 from .core.counters import count_flops_params, latency, n_bytes
+from .core.fingerprint import changes, fingerprint
+from .core.plans import BitPlan, LayerTargets, Plan
+from .core.protocol import Perturbation, method
+from .core.results import LayerSensitivity, SensitivityResult
+from .core.state import leave_no_trace
+from .core.sweeps import SweepResult
+from .measure.analyzer import SensitivityAnalyzer, analyze_sensitivity
+from .measure.finetuned import FineTuned
+from .measure.objectives import Divergence, evaluation, kl_from
 from .methods.criteria import (
     Criterion,
     large_final,
@@ -25,33 +30,33 @@ from .methods.criteria import (
     updating_movmag,
     wanda,
 )
-from .topology.cutting import cut_by_masks
-from .plans.degradation import (
-    DegradationResult,
-    analyze_degradation,
-    identify_critical_layers,
-    recommend_compression_target,
-    validate_compression_target,
-)
-from .measure.scores import Divergence, FineTuned, evaluation, kl_from
-from .methods.torchao import split_plan, to_torchao_config
-from .plans.joint import search_plan
-from .plans.allocate import Compressor, CostTable, allocate, cost_table
 from .methods.prune import Pruned, Pruner
 from .methods.quantize import Quantized, quantize_model
-from .core.results import BitPlan, LayerSensitivity, LayerTargets, Plan, SensitivityResult, SweepResult
-from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
-from .plans.search import Recalibrated, SearchResult, reestimate_norms, search_targets
-from .plans.sizes import compress_to_size, compress_with_layer_sensitivity
 from .methods.sparsify import Sparse, Sparsifier
-from .core.state import Perturbation, changes, fingerprint, leave_no_trace, method
+from .methods.torchao import split_plan, to_torchao_config
+from .plans.allocate import allocate, cost_table
+from .plans.applier import Compressor
+from .plans.baselines import erk, global_magnitude, lamp, uniform
+from .plans.choices import CostTable
+from .plans.degradation import DegradationResult, analyze_degradation
+from .plans.joint import search_plan
+from .plans.norms import Recalibrated, reestimate_norms
+from .plans.search import SearchResult, search_targets
+from .plans.sizes import compress_to_size, compress_with_layer_sensitivity
+from .plans.verdicts import identify_critical_layers, recommend_compression_target, validate_compression_target
 from .topology.coupling import ChannelDependency, fix_mask_conflict, not_safe_to_prune
+from .topology.cutting import cut_by_masks
+from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
+from .train.stages import RecoveryResult
+
+# These add methods to classes of others.
+from .plans import bits as _bits, targets as _targets
+from .show import plots as _plots
 
 # These need fastai, which is imported when one of them is first used.
 _lazy = {
-    "PruneCallback": "train.callbacks",
-    "QuantizeCallback": "train.callbacks",
-    "RecoveryResult": "train.recovery",
+    "PruneCallback": "train.prune_callback",
+    "QuantizeCallback": "train.quantize_callback",
     "SparsifyCallback": "train.callbacks",
     "gradual_degradation_recovery": "train.recovery",
 }

@@ -14,9 +14,9 @@ from torchvision.models import mobilenet_v2, resnet18
 from toys import Net
 
 from fasterai_sens import LayerTargets, Sparsifier, erk, global_magnitude, lamp, small_final, uniform, wanda
-from fasterai_sens.plans.baselines import baselines, below_threshold, lamp_scores
-from fasterai_sens.methods.criteria import seeded
 from fasterai_sens.core.layers import all_units, find_units
+from fasterai_sens.methods.criteria import seeded
+from fasterai_sens.plans.baselines import baselines, below_threshold, lamp_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:levels are percent")
 many = settings(max_examples=100, deadline=None, derandomize=True)

@@ -43,9 +43,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, QuantizeCallback, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback
-from fasterai_sens.train.callbacks import distributed, inner_model, inner_targets, rewrapped
 from fasterai_sens.methods.criteria import taylor, wanda
 from fasterai_sens.train.schedules import agp, lin, one_shot, schedules
+from fasterai_sens.train.wrappers import distributed, inner_model, inner_targets, rewrapped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*CUDA.*"),

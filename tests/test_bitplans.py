@@ -29,12 +29,13 @@ from fasterai_sens import (
     n_bytes,
     quantize_model,
 )
-from fasterai_sens.methods.grids import fake_quantize_weight
+from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.core.state import leave_no_trace
+from fasterai_sens.methods.grids import fake_quantize_weight
 from fasterai_sens.methods.observers import Percentile
 from fasterai_sens.methods.quantize import packed_bytes, plan_bytes
-from fasterai_sens.core.state import changes, fingerprint, leave_no_trace
-from fasterai_sens.plans.targets import choose
+from fasterai_sens.plans.knapsack import choose
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 many = settings(max_examples=150, deadline=None, derandomize=True)

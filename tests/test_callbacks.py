@@ -31,11 +31,11 @@ from torch.amp import GradScaler, autocast
 from torch.utils.data import DataLoader, TensorDataset
 
 from fasterai_sens import LayerTargets, PruneCallback, QuantizeCallback, Schedule, SensitivityAnalyzer, Sparsifier, SparsifyCallback, to_torchao_config
-from fasterai_sens.methods.criteria import criteria, taylor, wanda
-from fasterai_sens.measure.scores import learner_eval
-from fasterai_sens.measure.intervals import paired_interval
 from fasterai_sens.core.layers import all_units, filters_first
-from fasterai_sens.methods.quantize import fake_quantize_weight
+from fasterai_sens.measure.intervals import paired_interval
+from fasterai_sens.measure.learner import learner_eval
+from fasterai_sens.methods.criteria import criteria, taylor, wanda
+from fasterai_sens.methods.grids import fake_quantize_weight
 from fasterai_sens.train.schedules import agp, lin, schedules
 
 pytestmark = [

@@ -25,8 +25,8 @@ from fasterai_sens import (
 )
 from fasterai_sens.core.inputs import check_sample
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.core.protocol import methods
 from fasterai_sens.methods.proof import channel_groups
-from fasterai_sens.core.state import methods
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")

@@ -15,7 +15,7 @@ from toys import Net
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fasterai_sens.core.counters import activations, count_flops_params, every_layer_called, full_rules, latency, n_bytes, print_counts
-from fasterai_sens.core.state import changes, fingerprint
+from fasterai_sens.core.fingerprint import changes, fingerprint
 
 # a warning of layers that are not counted would be a rule that is missing
 pytestmark = pytest.mark.filterwarnings("error:never called as modules", "ignore:LSTM with projections", "ignore:`torch.jit.script")

@@ -10,7 +10,7 @@ from torch import nn
 from toys import Net, lively
 
 from fasterai_sens import Sparsifier, cut_by_masks, fix_mask_conflict
-from fasterai_sens.core.state import changes, fingerprint
+from fasterai_sens.core.fingerprint import changes, fingerprint
 
 bn_types = nn.modules.batchnorm._BatchNorm
 

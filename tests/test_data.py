@@ -40,8 +40,10 @@ from fasterai_sens import (
     validate_compression_target,
     wanda,
 )
-from fasterai_sens.measure.scores import Divergence, as_eval_fn, as_score
 from fasterai_sens.core.inputs import call, mapped, split, tensors_in
+from fasterai_sens.measure.data import as_eval_fn
+from fasterai_sens.measure.objectives import Divergence
+from fasterai_sens.measure.scores import as_score
 
 torch.manual_seed(0)
 x, y = torch.randn(40, 4), torch.randint(3, (40,))

@@ -35,10 +35,11 @@ from fasterai_sens import (
     validate_compression_target,
     wanda,
 )
-from fasterai_sens.plans.degradation import DegradationResult, allowed_points, size_point
-from fasterai_sens.measure.scores import Score, compare
 from fasterai_sens.core.layers import find_units
+from fasterai_sens.measure.scores import Score, compare
+from fasterai_sens.plans.degradation import DegradationResult, size_point
 from fasterai_sens.plans.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, step_methods
+from fasterai_sens.plans.verdicts import allowed_points
 
 g = torch.Generator().manual_seed(0)
 x = torch.randn(64, 3, 6, 6, generator=g)

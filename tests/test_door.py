@@ -28,10 +28,10 @@ from fasterai_sens import (
     search_targets,
     uniform,
 )
-from fasterai_sens.measure.scores import falls, learner_metric
 from fasterai_sens.core.layers import all_units, find_units
-from fasterai_sens.plans.allocate import Compressor
+from fasterai_sens.measure.learner import falls, learner_metric
 from fasterai_sens.methods.sparsify import sparsity_report
+from fasterai_sens.plans.applier import Compressor
 
 
 class Small(nn.Module):

@@ -15,7 +15,7 @@ from torchvision import models
 from torchvision.models.maxvit import MaxVit
 
 from fasterai_sens import SensitivityAnalyzer
-from fasterai_sens.core.state import changes, fingerprint
+from fasterai_sens.core.fingerprint import changes, fingerprint
 
 # words of the reasons, and what they mean in a table
 OUTPUT = "are the output of the model"

@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 import fasterai_sens
 from fasterai_sens import BitPlan, LayerTargets, SensitivityAnalyzer, quantize_model, split_plan, to_torchao_config
-from fasterai_sens.methods.torchao import holders, layer_config, torchao_refusal
+from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import find_units
-from fasterai_sens.methods.quantize import Quantized, check_plan, fake_quantize_weight, plan_units
-from fasterai_sens.core.state import changes, fingerprint
+from fasterai_sens.methods.grids import fake_quantize_weight
+from fasterai_sens.methods.quantize import Quantized, check_plan, plan_units
+from fasterai_sens.methods.torchao import holders, layer_config, torchao_refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*FqnToConfig.*")
 

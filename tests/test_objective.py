@@ -33,8 +33,9 @@ from fasterai_sens import (
     evaluation,
     fingerprint,
 )
-from fasterai_sens.measure.scores import as_score, learner_eval
 from fasterai_sens.core.results import damage, plan_basis
+from fasterai_sens.measure.learner import learner_eval
+from fasterai_sens.measure.scores import as_score
 
 NAN, INF = math.nan, math.inf
 

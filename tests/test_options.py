@@ -25,7 +25,7 @@ from fasterai_sens import (
     search_plan,
     search_targets,
 )
-from fasterai_sens.core.state import methods
+from fasterai_sens.core.protocol import methods
 
 x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 score = rows(x)

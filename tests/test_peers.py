@@ -24,11 +24,12 @@ from toys import folder_of, forget_fasterai, peer, peers
 
 import fasterai_sens as ours
 from fasterai_sens import LayerTargets
-from fasterai_sens.show.demo import digits_learner
+from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.core.state import leave_no_trace
 from fasterai_sens.methods.quantize import Quantized
 from fasterai_sens.methods.sparsify import n_dropped, sparsity_mask
-from fasterai_sens.core.state import changes, fingerprint, leave_no_trace
+from fasterai_sens.show.demo import digits_learner
 
 noise = 1e-6  # what float32 may do to a mean loss; the models compared hold the same numbers
 metrics = dict(  # name -> function of outputs and labels: one that is smooth, one that counts

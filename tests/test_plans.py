@@ -27,10 +27,13 @@ from fasterai_sens import (
     plans,
     quantize_model,
 )
-from fasterai_sens.methods.criteria import large_final
 from fasterai_sens.core.layers import all_units
-from fasterai_sens.plans.allocate import by_method, choices, planned, unit_macs
-from fasterai_sens.core.results import BitPlan, LayerSensitivity, SensitivityResult
+from fasterai_sens.core.plans import BitPlan
+from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
+from fasterai_sens.methods.criteria import large_final
+from fasterai_sens.plans.allocate import by_method
+from fasterai_sens.plans.applier import unit_macs
+from fasterai_sens.plans.choices import choices, planned
 
 g = torch.Generator().manual_seed(0)
 x = torch.randn(4, 6, generator=g)

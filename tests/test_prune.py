@@ -33,11 +33,12 @@ from toys import peer
 
 import fasterai_sens.methods.prune as prune
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
-from fasterai_sens.methods.criteria import large_final, movement, random, seeded, taylor, updating_movement, wanda
+from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.core.state import leave_no_trace
+from fasterai_sens.methods.criteria import large_final, movement, random, seeded, taylor, updating_movement, wanda
 from fasterai_sens.methods.proof import channel_groups
 from fasterai_sens.train.schedules import agp, dsd, iterative, one_cycle, schedules
-from fasterai_sens.core.state import changes, fingerprint, leave_no_trace
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*CUDA.*"),  # mixed precision on a machine without a GPU

@@ -11,10 +11,10 @@ from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 from transformers.pytorch_utils import Conv1D
 
 from fasterai_sens import Quantized, SensitivityAnalyzer, analyze_sensitivity
-from fasterai_sens.methods.grids import asymmetric_grid, fake_quantize, fake_quantize_weight, scale_rows, symmetric_grid, weight_grid
+from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units, filters_first
+from fasterai_sens.methods.grids import asymmetric_grid, fake_quantize, fake_quantize_weight, scale_rows, symmetric_grid, weight_grid
 from fasterai_sens.methods.observers import MSE, Histogram, MinMax, MovingAverage, Percentile, observers
-from fasterai_sens.core.state import changes, fingerprint
 
 logging.getLogger("torchao").setLevel(logging.ERROR)
 BITS = 2, 3, 4, 8, 12, 16

@@ -49,6 +49,8 @@ def test_links_lead_somewhere(page):
     assert [x for x in links if not x.startswith("http") and not (root / x).exists()] == []
 
 
-def test_every_notebook_is_in_the_picture():
-    """The table of notebooks is complete."""
-    assert [p.name for p in sorted((root / "nbs").glob("*.ipynb")) if f"nbs/{p.name}" not in text] == []
+@pytest.mark.parametrize("path", sorted(p for p in (root / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts), ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_links_between_notebooks_lead_somewhere(path):
+    """Every relative link in the text of a notebook exists."""
+    links = re.findall(r"\]\(([^)#\s]+\.ipynb)\)", path.read_text())
+    assert [x for x in links if not x.startswith("http") and not (path.parent / x).exists()] == []

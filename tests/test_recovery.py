@@ -32,8 +32,8 @@ from fasterai_sens import (
     movement,
     taylor,
 )
-from fasterai_sens.methods.criteria import updating_movement
 from fasterai_sens.measure.intervals import tango_interval
+from fasterai_sens.methods.criteria import updating_movement
 from fasterai_sens.methods.prune import model_size
 from fasterai_sens.train.recovery import scaled_plan
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from fasterai_sens import SensitivityAnalyzer, Sparsifier, changes, evaluation, fingerprint, lamp, large_final, leave_no_trace, search_targets, uniform, wanda
 from fasterai_sens.core.layers import find_units
-from fasterai_sens.plans.search import Masker, Recalibrated, SearchResult, descend, drop_order, exchange, path_factor, reestimate_norms
 from fasterai_sens.methods.sparsify import sparsity_mask
+from fasterai_sens.plans.norms import Recalibrated, reestimate_norms
+from fasterai_sens.plans.search import Masker, SearchResult, descend, drop_order, exchange, path_factor
 from fasterai_sens.plans.targets import least_total
 
 g = torch.Generator().manual_seed(0)

@@ -14,8 +14,17 @@ import fasterai_sens
 
 root = Path(__file__).parent.parent
 books = sorted(p for p in (root / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-numbered = [p for p in books if re.match(r"\d+_", p.name) and p.parent.name == "nbs"]
-modules = [p for p in sorted((root / "fasterai_sens").glob("*.py")) if p.name not in ("__init__.py", "all.py", "_modidx.py")]
+rooms = {   # room -> rooms that it may import from
+    "core": (),
+    "methods": ("core",),
+    "topology": ("core", "methods"),
+    "measure": ("core", "methods"),
+    "plans": ("core", "methods", "topology", "measure"),
+    "train": ("core", "methods", "topology", "measure", "plans"),
+    "show": ("core", "methods", "topology", "measure", "plans", "train"),
+}
+numbered = [p for p in books if p.parent.name in rooms]
+modules = [p for p in sorted((root / "fasterai_sens").rglob("*.py")) if p.name not in ("__init__.py", "all.py", "_modidx.py")]
 
 
 def cells(path, kind="code"):
@@ -43,22 +52,44 @@ def test_package_and_notebooks_are_in_step(tmp_path):
     for name in ("nbs", "fasterai_sens"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     shutil.copy(root / "pyproject.toml", tmp_path)
-    (tmp_path / "fasterai_sens" / "state.py").unlink()
+    (tmp_path / "fasterai_sens" / "core" / "state.py").unlink()
     run("import nbdev.doclinks, nbdev.clean; nbdev.doclinks.nbdev_export(); nbdev.clean.nbdev_clean()", cwd=tmp_path)
     for old in [p for name in ("nbs", "fasterai_sens") for p in (root / name).rglob("*") if p.suffix in (".py", ".ipynb") and ".ipynb_checkpoints" not in p.parts]:
         assert (tmp_path / old.relative_to(root)).read_text() == old.read_text(), f"{old.name}: run `make export`"
 
 
-def test_imports_go_down():
-    """A notebook imports only modules of lower numbers."""
-    number = {module_of(p): int(p.name.split("_")[0]) for p in numbered}
+def test_every_notebook_has_its_room_and_number():
+    """A folder in `nbs/` is a folder in the package, and no two notebooks of a room have the same number."""
+    assert {p.parent.name for p in books} == {*rooms, "nbs", "tutorials"}
+    assert {str(p.relative_to(root / "fasterai_sens"))[:-3].replace("/", ".") for p in modules} == {module_of(p) for p in numbered}
     for p in numbered:
-        for name in re.findall(r"^\s*from fasterai_sens\.(\w+) import", "\n".join(exported(p)), re.M):
-            assert number[name] < number[module_of(p)], f"{p.name} imports {name}"
-    assert {p.stem for p in modules} == set(number)
+        number, name = re.fullmatch(r"(\d\d)_(\w+)\.ipynb", p.name).groups()
+        assert module_of(p) == f"{p.parent.name}.{name}"
+        assert [q.name for q in numbered if q.parent == p.parent and q.name.startswith(number)] == [p.name]
 
 
-@pytest.mark.parametrize("path", books, ids=lambda p: p.stem)
+def test_imports_go_down():
+    """A notebook imports only from lower numbers of its room, and from rooms below."""
+    place = {module_of(p): p.name[:2] for p in numbered}
+    for p in numbered:
+        for room, name in re.findall(r"^\s*from fasterai_sens\.(\w+)\.(\w+) import", "\n".join(exported(p)), re.M):
+            if room == p.parent.name: assert place[f"{room}.{name}"] < p.name[:2], f"{p.name} imports {name}"
+            else: assert room in rooms[p.parent.name], f"{p.parent.name}/{p.name} imports {room}.{name}"
+
+
+def test_the_map_is_complete():
+    """`nbs/index.ipynb` names every notebook, with the sentence that it opens with, and every room with what it may import."""
+    text = "\n".join(cells(root / "nbs" / "index.ipynb", "markdown"))
+    for p in books:
+        if p.name == "index.ipynb": continue
+        job = re.search(r"^> (.*)$", cells(p, "markdown")[0], re.M)[1]
+        assert f"| [{p.stem}]({p.parent.name}/{p.name}) | {job} |" in text
+    for room, below in rooms.items():
+        allowed = "all above" if len(below) > 2 else ", ".join(below) or "nothing"
+        assert re.search(rf"^\| \[{room}\].* \| {allowed} \|$", text, re.M), room
+
+
+@pytest.mark.parametrize("path", books, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_notebook_reads_well(path):
     """A title, one sentence, small exported cells with checks between them, no cell that never runs, a small file."""
     source = path.read_text()
@@ -72,7 +103,7 @@ def test_notebook_reads_well(path):
     assert path.stat().st_size < 300_000
 
 
-@pytest.mark.parametrize("path", modules, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", modules, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_module_is_documented_and_quiet(path):
     """Every public name has a docstring; only `summary` and `print_*` print; no exception is swallowed."""
     tree = ast.parse(path.read_text())

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fasterai_sens import LayerSensitivity, LayerTargets, SensitivityAnalyzer, SensitivityResult, Sparsifier, SweepResult
-from fasterai_sens.methods.criteria import granularities
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.methods.criteria import granularities
 from fasterai_sens.methods.sparsify import keep_mask, n_dropped, sparsity_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:levels are percent")
@@ -823,7 +823,7 @@ def test_the_solver_prints_nothing():
     """HiGHS writes to C's standard output, below Python's; what Python printed before and prints after is there. Run in a process of its own."""
     code = """
 import ctypes, sys
-from fasterai_sens.plans.targets import choose, no_output, solve_quietly
+from fasterai_sens.plans.knapsack import choose, no_output, solve_quietly
 print("before")
 solve_quietly([-1., -1.], integrality=[1, 1], options=dict(disp=True))
 with no_output(): ctypes.CDLL(None).puts(b"from C")

@@ -31,11 +31,12 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from fasterai_sens import ChannelDependency, Pruner, analyze_sensitivity, cut_by_masks, fix_mask_conflict, not_safe_to_prune
-from fasterai_sens.methods.channels import Graph, n_outputs
+from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.inputs import call, tensors_in
 from fasterai_sens.core.layers import filters_first
+from fasterai_sens.core.state import leave_no_trace
+from fasterai_sens.methods.channels import Graph, n_outputs
 from fasterai_sens.methods.proof import channel_groups
-from fasterai_sens.core.state import changes, fingerprint, leave_no_trace
 from fasterai_sens.topology.coupling import channel_of
 
 Conv, Linear = nn.Conv2d, nn.Linear

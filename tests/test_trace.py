@@ -31,9 +31,9 @@ from fasterai_sens import (
     quantize_model,
     search_targets,
 )
+from fasterai_sens.core.fingerprint import most_entries
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.measure.loop import checksum, evaluate
-from fasterai_sens.core.state import most_entries
 
 torch.set_num_threads(1)
 x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

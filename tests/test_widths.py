@@ -8,10 +8,10 @@ from torch import nn
 from torchvision import models
 
 from fasterai_sens import Compressor, LayerTargets, Plan, changes, compress_to_size, count_flops_params, fingerprint, n_bytes
+from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.methods.proof import channel_groups
-from fasterai_sens.core.results import BitPlan
-from fasterai_sens.plans.sizes import PrunedSteps
 from fasterai_sens.methods.widths import find_widths
+from fasterai_sens.plans.sizes import PrunedSteps
 
 costs = ("params", "flops", "bytes")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fasterai_sens.core.state import changes, fingerprint
+from fasterai_sens.core.fingerprint import changes, fingerprint
 
 peers = Path(__file__).parent.parent / ".venv" / "peers"
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from ..core.progress import report
+from ..core.signals import PutBack, not_inference, under
+from ..core.state import leave_no_trace
 from ..core.inputs import call, check_sample, mapped, tensors_in
 from ..core.layers import all_units, convs, is_hf_conv1d, transposed_convs, weight_names
-from ..core.progress import report
-from ..core.state import PutBack, leave_no_trace, not_inference, under
 
 # %% ../../nbs/methods/06_channels.ipynb #83e459db
 class Conv1DPruner:

@@ -14,8 +14,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ..core.checks import unknown_name
 from .grids import Grid, asymmetric_grid
-from ..core.results import unknown_name
 
 # %% ../../nbs/methods/03_observers.ipynb #430255e6
 class MinMax:

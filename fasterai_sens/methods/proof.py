@@ -15,25 +15,15 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fasterai_sens.methods.channels import (
-    ChannelGroup,
-    Graph,
-    Part,
-    TornWeight,
-    blocks,
-    describe,
-    eagerly,
-    find_groups,
-    follow_errors,
-    in_order,
-    n_outputs,
-    no_target,
-    pick,
-)
+from ..core.progress import report, slow_bar
+from ..core.signals import under
+from ..core.state import leave_no_trace
 from ..core.inputs import call, tensors_in
 from ..core.layers import convs, transposed_convs
-from ..core.progress import report, slow_bar
-from ..core.state import leave_no_trace, under
+from fasterai_sens.methods.channels import (
+    ChannelGroup, Graph, Part, TornWeight, blocks, describe, eagerly, find_groups, follow_errors, in_order,
+    n_outputs, no_target, pick
+)
 
 # %% ../../nbs/methods/07_proof.ipynb #e24b14fd
 def channel_axis(

@@ -19,15 +19,17 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .channels import ChannelGroup, Graph, Part, n_outputs, narrowed, pick, renewed
-from ..core.counters import count_flops_params
-from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
+from ..core.signals import PutBack, uncut
+from ..core.protocol import Perturbation, method
+from ..core.checks import check_count, check_pct, format_table, unknown_name
+from ..core.plans import LayerTargets, check_method
 from ..core.inputs import check_sample
 from ..core.layers import Unit, all_units, find_units
-from .proof import channel_groups
-from ..core.results import LayerTargets, check_count, check_method, check_pct, format_table, unknown_name
+from ..core.counters import count_flops_params
+from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
 from .sparsify import n_dropped
-from ..core.state import Perturbation, PutBack, method, uncut
+from .channels import ChannelGroup, Graph, Part, n_outputs, narrowed, pick, renewed
+from .proof import channel_groups
 
 # %% ../../nbs/methods/08_prune.ipynb #21a3f391
 def _part_scores(

@@ -21,12 +21,16 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .grids import asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows
+from ..core.keeping import forget_casts
+from ..core.signals import PutBack, PutBackOnError, hold_signals, release_signals, uncut
+from ..core.state import leave_no_trace
+from ..core.protocol import Perturbation, method
+from ..core.checks import check_bits
+from ..core.plans import BitPlan, check_method
 from ..core.inputs import batches, call, mapped
 from ..core.layers import filters_first, find_units, target_units
+from .grids import asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows
 from .observers import MinMax, find_observer
-from ..core.results import BitPlan, check_bits, check_method
-from ..core.state import Perturbation, PutBack, PutBackOnError, forget_casts, hold_signals, leave_no_trace, method, release_signals, uncut
 
 # %% ../../nbs/methods/04_quantize.ipynb #b10614c5
 sides = {False: (), True: ("output",), "output": ("output",), "input": ("input",), "both": ("input", "output")}

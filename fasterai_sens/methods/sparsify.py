@@ -16,10 +16,15 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final, parse_nm
+from ..core.keeping import forget_casts
+from ..core.protocol import Perturbation, method
+from ..core.checks import check_pct, format_table
+from ..core.plans import LayerTargets, check_method
 from ..core.layers import Unit, filters_first, find_units, target_units
-from ..core.results import LayerTargets, check_method, check_pct, format_table
-from ..core.state import Perturbation, forget_casts, method
+from fasterai_sens.methods.criteria import (
+    INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final,
+    parse_nm
+)
 
 # %% ../../nbs/methods/01_sparsify.ipynb #396ab18d
 def n_dropped(

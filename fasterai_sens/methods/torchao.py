@@ -13,10 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from .grids import fake_quantize, group_misfit, scale_rows, weight_grid
+from ..core.plans import BitPlan
 from ..core.layers import Unit, find_units, target_units
-from .quantize import check_group_size, check_plan, find_sides, plan_options, plan_units, quantize_model
-from ..core.results import BitPlan
+from .grids import fake_quantize, group_misfit, scale_rows, weight_grid
+from .quantize import check_group_size, check_plan, find_sides, plan_options, plan_units
 
 # %% ../../nbs/methods/05_torchao.ipynb #3bcdb735
 def scale_block(

@@ -18,11 +18,13 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .channels import ChannelGroup, Part, follow_errors, pick
-from ..core.counters import as_inputs, count_flops_params, countable, n_bytes, n_samples, own_parameters, unseen
-from ..core.layers import Unit, all_units, filters_first, place, transposed_convs
-from .prune import n_granules
 from ..core.state import leave_no_trace
+from ..core.layers import Unit, all_units, filters_first, place, transposed_convs
+from fasterai_sens.core.counters import (
+    as_inputs, count_flops_params, countable, n_bytes, n_samples, own_parameters, unseen
+)
+from .channels import ChannelGroup, Part, follow_errors, pick
+from .prune import n_granules
 
 # %% ../../nbs/methods/09_widths.ipynb #b79a6076
 def weight_macs(

@@ -15,9 +15,10 @@ import numpy as np
 from fastcore.meta import delegates
 from torch import nn
 
-from ..methods.criteria import bind, large_final
+from ..core.checks import check_pct
+from ..core.plans import LayerTargets
 from ..core.layers import Unit, find_units, target_units
-from ..core.results import LayerTargets, check_pct
+from ..methods.criteria import bind, large_final
 from ..methods.sparsify import check_sparsity, unit_scores
 
 # %% ../../nbs/plans/00_baselines.ipynb #97c78176

@@ -12,22 +12,25 @@ from pathlib import Path
 from tempfile import gettempdir
 
 import fastai.callback.progress
+import fastai.callback.schedule
 import pandas as pd
 import torch
 import torch.nn.functional as F
-import fastai.callback.schedule
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.torch_core import set_seed
+from fasterai_sens import (
+    PruneCallback, Pruner, SensitivityAnalyzer, Sparsifier, SparsifyCallback, count_flops_params, latency,
+    leave_no_trace
+)
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 
-from .. import PruneCallback, Pruner, SensitivityAnalyzer, Sparsifier, SparsifyCallback, count_flops_params, latency, leave_no_trace
-from ..measure.scores import learner_eval
-from ..core.results import LayerTargets
+from ..core.plans import LayerTargets
+from ..measure.learner import learner_eval
 
 # %% ../../nbs/show/01_demo.ipynb #c0fc8a1b
 def digits(

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from os import PathLike
 
 import torch
-from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..methods.channels import ChannelGroup, Part, n_outputs, ranges_in, stripes
+from ..core.checks import unknown_name
 from ..core.layers import Unit, filters_first
+from ..methods.channels import ChannelGroup, Part, n_outputs, ranges_in, stripes
 from ..methods.proof import channel_groups
-from ..core.results import unknown_name
 
 # %% ../../nbs/topology/00_coupling.ipynb #fe4557f0
 class ChannelDependency:

@@ -11,12 +11,13 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from ..methods.channels import Graph, describe, eagerly, follow_errors
+from ..core.keeping import forget_casts
+from ..core.state import leave_no_trace
 from ..core.inputs import call, tensors_in
 from ..core.layers import Unit
+from ..methods.channels import Graph, describe, eagerly, follow_errors
 from ..methods.proof import channel_groups, differ
 from ..methods.prune import check_optimizer, swap_parameters
-from ..core.state import forget_casts, leave_no_trace
 from .coupling import Masked, channel_of, kept_channels, read_masks, weight_mask
 
 # %% ../../nbs/topology/01_cutting.ipynb #d196b634
