@@ -33,9 +33,9 @@ from fasterai_sens import (
     leave_no_trace,
     quantize_model,
     search_targets,
-    state,
     taylor,
 )
+from fasterai_sens.core import signals
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.measure.loop import evaluate
 from fasterai_sens.methods.proof import channel_groups
@@ -236,7 +236,7 @@ def main():
     parser.add_argument("--plain", action="store_true", help="without the protection")
     args = parser.parse_args()
     number = getattr(signal, args.signal)
-    if args.plain: state.in_the_middle = lambda frame: False
+    if args.plain: signals.in_the_middle = lambda frame: False
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     signal.signal(number, handler)

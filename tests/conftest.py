@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from fasterai_sens import results
+from fasterai_sens.core import checks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,4 +17,4 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def warn_again():
     """What warns once for each value warns in every test."""
-    results._warn_fraction.cache_clear()
+    checks._warn_fraction.cache_clear()

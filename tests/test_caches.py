@@ -42,9 +42,9 @@ from fasterai_sens import (
     validate_compression_target,
     wanda,
 )  # fmt: skip
-from fasterai_sens.methods.criteria import bind
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.measure.loop import measure
+from fasterai_sens.methods.criteria import bind
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not require any gradients.*")

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fasterai_sens import LayerSensitivity, LayerTargets, SensitivityAnalyzer, SensitivityResult, Sparsifier, SweepResult
-from fasterai_sens.methods.criteria import granularities
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.methods.criteria import granularities
 from fasterai_sens.methods.sparsify import keep_mask, n_dropped, sparsity_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:levels are percent")
