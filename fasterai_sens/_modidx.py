@@ -1493,6 +1493,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fasterai_sens/state.py'),
                                      'fasterai_sens.state._contents': ('state.html#_contents', 'fasterai_sens/state.py'),
                                      'fasterai_sens.state._generator_state': ('state.html#_generator_state', 'fasterai_sens/state.py'),
+                                     'fasterai_sens.state._graph_mark': ('state.html#_graph_mark', 'fasterai_sens/state.py'),
                                      'fasterai_sens.state._hooks': ('state.html#_hooks', 'fasterai_sens/state.py'),
                                      'fasterai_sens.state._let_go': ('state.html#_let_go', 'fasterai_sens/state.py'),
                                      'fasterai_sens.state._mark': ('state.html#_mark', 'fasterai_sens/state.py'),

@@ -182,7 +182,7 @@ def _mark(o, seen:set)->tuple:
     kind = kind_of(type(o))
     if kind is None or id(o) in seen: return id(o)
     seen.add(id(o))
-    if kind == "tensor": return tensor_mark(o), tensor_mark(o.grad) if o.is_leaf else id(o.grad_fn)
+    if kind == "tensor": return tensor_mark(o), tensor_mark(o.grad) if o.is_leaf else _graph_mark(o)
     if kind == "array": return id(o), o.shape, str(o.dtype), o.tobytes()
     if kind == "generator": return id(o), str(_generator_state(o))
     keys = tuple(_mark(k, seen) for k in o) if kind == "dict" and len(o) <= most_entries else ()
@@ -190,6 +190,10 @@ def _mark(o, seen:set)->tuple:
     if kind in ("dict", "list", "set", "deque", "tuple") and len(o) > most_entries: return id(o), tuple(map(id, o)), tuple(map(id, o.values())) if kind == "dict" else ()
     marks = [_mark(v, seen) for v in entries_of(o, kind)]
     return id(o), names, keys, frozenset(marks) if kind == "set" else tuple(marks)
+
+def _graph_mark(t:Tensor):
+    "Which operation made `t`; PyTorch makes that of a view anew whenever what it views was written to"
+    return "view" if t._is_view() else t.grad_fn._sequence_nr()
 
 def _generator_state(o):
     "The state of a random generator of PyTorch, Python or NumPy"

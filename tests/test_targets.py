@@ -509,7 +509,8 @@ def test_a_file_of_another_kind_is_an_error(folder):
 
 def read_csv(path, index=None):
     """A CSV as text, cell by cell."""
-    return pd.read_csv(path, dtype=str, keep_default_na=False, index_col=index)
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    return table if index is None else table.set_index(index)
 
 
 @many
