@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LayerSensitivity', 'plan_basis', 'damage', 'SensitivityResult', 'in_bits', 'level_text', 'label', 'goes_by',
-           'holds_zero', 'is_fragile', 'divide', 'ci_text', 'baseline_text', 'left_out_lines', 'both_ends',
-           'result_from']
+           'holds_zero', 'is_fragile', 'divide', 'first_names', 'left_out_lines', 'both_ends', 'ci_text',
+           'baseline_text', 'settings_text', 'html_table', 'result_from']
 
 # %% ../../nbs/core/08_results.ipynb #df794bab
 import math
@@ -33,35 +33,49 @@ class LayerSensitivity:
     group_members:list=field(default_factory=list) # names of all layers compressed together with this one
     prunable:bool=True       # False: could not be compressed, the reason is in `SensitivityResult.skipped`
     stderr:float|None=None   # standard error of `delta`, from paired per-sample scores
-    ci:tuple|None=None       # 95 % interval of `delta`, see `paired_interval`; None where there is none: `no_ci` says why
-    objective:float|None=None       # second quantity with this layer compressed, lower is better; None if none was recorded
+    ci:tuple|None=None       # 95 % interval of `delta`, see `paired_interval`; None: `no_ci` says why
+    objective:float|None=None       # second quantity with this layer compressed, lower is better; None: not recorded
     objective_delta:float|None=None # its rise over the untouched model
     no_ci:str|None=None      # why there is no interval; None if there is one, or if the layer was not compressed
+
     def as_dict(self)->dict:
         "Plain dictionary of all fields"
         return asdict(self)
 
 # %% ../../nbs/core/08_results.ipynb #4aaeeed7
 def plan_basis(
-    rows,         # of `LayerSensitivity`, those of one plan
+    rows,             # of `LayerSensitivity`, those of one plan
     by:str|None=None, # "metric" or "objective"; None: the objective if it was recorded
-)->str:           # "metric" or "objective"
-    "What a plan from these rows goes by. Raises ValueError for anything else, or for an objective that was not recorded"
-    if by not in (None, "metric", "objective"): raise ValueError(f"by is 'metric', 'objective' or None; got {by!r}")
-    recorded = {r.objective_delta is not None for r in rows if r.prunable}
-    if by is None and len(recorded) > 1: raise ValueError("some rows have an objective and some have none, which cannot be compared; say by='metric'")
-    if by == "objective" and recorded != {True}: raise ValueError("no objective was recorded; let eval_fn return (metric, objective), or say by='metric'")
-    return by or ("objective" if recorded == {True} else "metric")
+)->str:               # "metric" or "objective"
+    """What a plan from these rows goes by
 
+    Raises ValueError for any other `by`, or for an objective that was not recorded.
+    """
+    if by not in (None, "metric", "objective"):
+        raise ValueError(f"by is 'metric', 'objective' or None; got {by!r}")
+    recorded = {row.objective_delta is not None for row in rows if row.prunable}
+    if by is None and len(recorded) > 1:
+        raise ValueError("some rows have an objective and some have none, which cannot be compared; say by='metric'")
+    if by == "objective" and recorded != {True}:
+        raise ValueError("no objective was recorded; let eval_fn return (metric, objective), or say by='metric'")
+    if by is not None: return by
+    return "objective" if recorded == {True} else "metric"
+
+# %% ../../nbs/core/08_results.ipynb #39594db6
 def damage(
     row:LayerSensitivity, # one measured row
     by:str|None=None,     # "metric" or "objective"; None: the objective if it was recorded
-)->float:                 # infinity where it, or the metric, is not a number any more
-    "How much worse the row is than the untouched model, for plans and rankings. Raises ValueError as `plan_basis` does"
-    delta = row.objective_delta if plan_basis([row], by) == "objective" else row.delta
-    return delta if math.isfinite(delta) and math.isfinite(row.delta) else math.inf
+)->float:                 # infinity if it, or the metric, is not a finite number
+    """How much worse the row is than the untouched model, for plans and rankings
 
-# %% ../../nbs/core/08_results.ipynb #39594db6
+    Raises ValueError as `plan_basis` does.
+    """
+    goes_by_objective = plan_basis([row], by) == "objective"
+    delta = row.objective_delta if goes_by_objective else row.delta
+    is_finite = math.isfinite(delta) and math.isfinite(row.delta)
+    return delta if is_finite else math.inf
+
+# %% ../../nbs/core/08_results.ipynb #742c120f
 @dataclass(repr=False)
 class SensitivityResult:
     "Sensitivity of every layer to one compression at one level"
@@ -71,15 +85,20 @@ class SensitivityResult:
     layers:list                # a `LayerSensitivity` for each unit
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of the metric
-    skipped:list=field(default_factory=list) # (name, reason) of everything that was not measured
+    skipped:list=field(default_factory=list)  # (name, reason) of everything that was not measured
     settings:dict=field(default_factory=dict) # what else was chosen: granularity, criteria, ranges, ...
-    objective_name:str|None=None      # of the second quantity, such as "loss"; None if none was recorded
+    objective_name:str|None=None       # of the second quantity, such as "loss"; None if none was recorded
     baseline_objective:float|None=None # its value for the untouched model
-    strength:float|None=None          # orders the levels of a sweep from mild to harsh; None: the level, or fewer bits first
-    def __post_init__(self): self.skipped = [tuple(s) for s in self.skipped]
+    strength:float|None=None           # orders levels from mild to harsh; None: the level, or fewer bits first
+
+    def __post_init__(self): self.skipped = [tuple(pair) for pair in self.skipped]
+
     def __len__(self): return len(self.layers)
+
     def __repr__(self):
-        return f"SensitivityResult({self.title}, {len(self)} layers, {self.metric_name} {self.baseline_metric:.4f})"
+        baseline = f"{self.metric_name} {self.baseline_metric:.4f}"
+        return f"SensitivityResult({self.title}, {len(self)} layers, {baseline})"
+
     @property
     def title(self)->str:
         "Method and level in words, such as 'sparsity 50 %'"
@@ -109,46 +128,58 @@ def label(
     row:LayerSensitivity, # one row
 )->str:
     "The layer's name, and how many others are compressed with it"
-    return row.name + f" +{len(row.group_members)-1}"*(len(row.group_members) > 1)
+    n_others = len(row.group_members) - 1
+    return f"{row.name} +{n_others}" if n_others > 0 else row.name
 
 @patch(as_prop=True)
 def ranked(self:SensitivityResult)->list: # of `LayerSensitivity`
     "The measured rows in model order, the first of each group of coupled layers"
     first = {}
-    for r in self.layers:
-        if r.prunable: first.setdefault(r.group_id or r.name, r)
+    for row in self.layers:
+        if row.prunable: first.setdefault(row.group_id or row.name, row)
     return list(first.values())
 
-# %% ../../nbs/core/08_results.ipynb #ed81521e
+# %% ../../nbs/core/08_results.ipynb #222e1055
 def goes_by(
     rows:list, # of `LayerSensitivity`
 )->str:        # "metric" or "objective"
-    "What plans from these rows go by, where nothing else is said; the metric if only some have an objective"
-    return "objective" if rows and all(r.objective_delta is not None for r in rows) else "metric"
+    "What plans from these rows go by, unless told otherwise; the metric if only some have an objective"
+    all_have_one = all(row.objective_delta is not None for row in rows)
+    return "objective" if rows and all_have_one else "metric"
 
 @patch
 def top(self:SensitivityResult,
-    n:int=5,                    # how many rows; all if larger than there are
+    n:int=5,                     # how many rows; all if larger than there are
     *, most_sensitive:bool=True, # fragile first; False: robust first
-    by:str|None="metric",       # "metric" or "objective"; None: what plans go by, the objective if it was recorded
-)->list:                        # of `LayerSensitivity`
+    by:str|None="metric",        # "metric" or "objective"; None: what plans go by, the objective if it was recorded
+)->list:                         # of `LayerSensitivity`
     "The `n` most (or least) sensitive layers. Raises ValueError as `plan_basis` does"
     by = plan_basis(self.ranked, by)
-    return sorted(self.ranked, key=partial(damage, by=by), reverse=most_sensitive)[:check_count(n, "n", least=0)]
+    n = check_count(n, "n", least=0)
+    rows = sorted(self.ranked, key=partial(damage, by=by), reverse=most_sensitive)
+    return rows[:n]
 
 # %% ../../nbs/core/08_results.ipynb #4c7c79ca
 def holds_zero(
     row:LayerSensitivity, # one measured row
 )->bool:                  # False if there is no interval, or the metric broke
     "Whether the damage may be nothing, as far as the samples tell"
-    return row.ci is not None and row.ci[0] <= 0 <= row.ci[1]
+    if row.ci is None: return False
+    low, high = row.ci
+    return low <= 0 <= high
 
 def is_fragile(
     row:LayerSensitivity, # one measured row
     by:str,               # "metric" or "objective"
 )->bool:
-    "Whether there is damage: more than none, and of the metric more than chance where there is an interval"
-    return damage(row, by) > 0 and not (row.ci and row.ci[0] <= 0)
+    "Whether there is damage; where there is an interval, more than chance explains"
+    by_chance = row.ci and row.ci[0] <= 0
+    return damage(row, by) > 0 and not by_chance
+
+def _without(rows:list, taken:list)->list:
+    "The rows that are not among those taken; others that are equal stay"
+    ids = {id(row) for row in taken}
+    return [row for row in rows if id(row) not in ids]
 
 def divide(
     rows:list,         # most damaged first
@@ -157,111 +188,244 @@ def divide(
     top:int,           # most rows of each kind
 )->tuple:              # fragile, most damaged first; robust, least damaged first; those left over
     "The two ends of a ranking; no row is in both"
-    alive = sum(map(finite, rows))
-    half = max(-(-len(rows)//2), len(rows) - alive)
-    worst = [r for r in rows if fragile(r)][:min(top, half)]
-    others = [r for r in rows if not any(r is w for w in worst)]
-    best = [r for r in others[::-1] if finite(r)][:top]
-    return worst, best, [r for r in others if not any(r is b for b in best)]
+    n_broken = sum(not finite(row) for row in rows)
+    half = math.ceil(len(rows)/2)
+    n_worst = min(top, max(half, n_broken))
+    worst = [row for row in rows if fragile(row)][:n_worst]
+    others = _without(rows, worst)
+    best = [row for row in reversed(others) if finite(row)][:top]
+    return worst, best, _without(others, best)
 
 # %% ../../nbs/core/08_results.ipynb #9ad4f62d
+def first_names(
+    names:list, # of str
+)->str:
+    "The first three names, and how many more there are"
+    text = ", ".join(names[:3])
+    n_more = len(names) - 3
+    return f"{text} and {n_more} more" if n_more > 0 else text
+
+def _lines_by_reason(
+    title:str,  # what happened to them
+    pairs:list, # (name, reason)
+)->list:        # of lines; empty if there are no pairs
+    "Each reason with the names that it is for"
+    if not pairs: return []
+    names_for = {}   # reason -> names
+    for name, reason in dict.fromkeys(pairs):
+        names_for.setdefault(reason, []).append(name)
+    n_names = len({name for name, _ in pairs})
+    lines = [f"\n  {title} ({n_names})"]
+    for reason, names in names_for.items():
+        lines.append(f"    {first_names(names)}: {reason}")
+    return lines
+
+def left_out_lines(
+    rows:list,    # of `LayerSensitivity`
+    skipped:list, # (name, reason) of what was not measured
+)->list:          # of lines
+    "What was skipped, and which rows have no interval, with the reasons"
+    no_ci = [(row.name, row.no_ci) for row in rows if row.no_ci]
+    return _lines_by_reason("skipped", skipped) + _lines_by_reason("no 95 % interval", no_ci)
+
+# %% ../../nbs/core/08_results.ipynb #40c5d28d
+def _section(title:str, lines:list)->list:
+    "A title and the lines below it"
+    out = [f"\n  {title}"]
+    for line in lines or ["  none"]:
+        out.append(f"  {line}")
+    return out
+
+def both_ends(
+    parts:tuple,    # fragile rows, robust rows, others: see `divide`
+    head:list,      # titles of all columns but the first
+    cells:Callable, # row -> its cells, the name first
+)->list:            # of lines
+    "The fragile and the robust rows as tables of one width, and what is neither"
+    worst, best, others = parts
+    fragile, robust = "most sensitive (fragile)", "most robust (compressible)"
+    table = []
+    for row in (*worst, *best):
+        name, *values = cells(row)
+        table.append([f"  {name}", *values])
+    header, *lines = format_table([robust, *head], table).split("\n")
+    fragile_header = header.replace(robust, fragile.ljust(len(robust)))
+    out = _section(fragile_header, lines[:len(worst)])
+    out += _section(header, lines[len(worst):])
+    unsure = [label(row) for row in others if holds_zero(row)]
+    if unsure: out.append(f"\n  not told apart from no damage (the interval holds 0): {first_names(unsure)}")
+    return out
+
+# %% ../../nbs/core/08_results.ipynb #0fd71214
 def ci_text(
     ci:tuple|None, # low, high
 )->str:            # empty if there is none
     "A 95 % interval in words"
-    return "" if ci is None else f"[{ci[0]:+.4f}, {ci[1]:+.4f}]"
+    if ci is None: return ""
+    low, high = ci
+    return f"[{low:+.4f}, {high:+.4f}]"
 
-def baseline_text(res:SensitivityResult)->str:
-    "The baseline of the objective, if there is one"
-    return "" if res.baseline_objective is None else f", {res.objective_name} {res.baseline_objective:.4f}"
+def baseline_text(
+    res:SensitivityResult, # any result
+)->str:                    # such as "accuracy 0.9900, loss 0.0500"
+    "What the untouched model scores, with its objective if there is one"
+    text = f"{res.metric_name} {res.baseline_metric:.4f}"
+    if res.baseline_objective is None: return text
+    return f"{text}, {res.objective_name} {res.baseline_objective:.4f}"
 
-def _grouped(title:str, pairs:list)->list:
-    "Lines with reasons and the names that they are for"
-    reasons = {}
-    for name, why in dict.fromkeys(pairs): reasons.setdefault(why, []).append(name)
-    named = {why: ", ".join(names[:3]) + (f" and {len(names)-3} more" if len(names) > 3 else "") for why, names in reasons.items()}
-    return [f"\n  {title} ({len({name for name, _ in pairs})})", *(f"    {names}: {why}" for why, names in named.items())] if pairs else []
+def settings_text(
+    settings:dict, # as in `SensitivityResult.settings`
+)->str:            # empty if nothing was chosen
+    "What was chosen, in words"
+    words = [f"{name} {value}" for name, value in settings.items() if value is not None]
+    return ", ".join(words)
 
-def left_out_lines(rows:list, skipped:list)->list:
-    "Lines with what was skipped, and why there is no interval where there is none"
-    no_ci = [(r.name, r.no_ci) for r in rows if r.no_ci]
-    return [*_grouped("skipped", skipped), *_grouped("no 95 % interval", no_ci)]
+# %% ../../nbs/core/08_results.ipynb #12f785a4
+def _opening_lines(res:SensitivityResult, by:str)->list:
+    "What was measured, what was chosen, and how it is ranked"
+    layers = f"{len(res)} layers"
+    n_groups = len({row.group_id or row.name for row in res.layers})
+    if n_groups < len(res): layers += f" in {n_groups} groups"
+    lines = [f"{res.title} | baseline {baseline_text(res)} | {layers}, one at a time"]
+    chosen = settings_text(res.settings)
+    if chosen: lines.append(f"  {chosen}")
+    if by == "objective": lines.append(f"  ranked by the rise of {res.objective_name}, as plans are")
+    return lines
 
-def both_ends(parts:tuple, head:list, cells:Callable)->list:
-    "Lines with the fragile and the robust rows as tables of one width, and what is neither"
-    worst, best, rest = parts
-    fragile, robust = "most sensitive (fragile)", "most robust (compressible)"
-    rows = [[f"  {name}", *others] for name, *others in map(cells, [*worst, *best])]
-    header, *table = format_table([robust, *head], rows).split("\n")
-    out = []
-    for title, part in ((fragile, table[:len(worst)]), (robust, table[len(worst):])):
-        out += ["\n  " + header.replace(robust, title.ljust(len(robust))), *(f"  {line}" for line in part or ["  none"])]
-    unsure = [label(r) for r in rest if holds_zero(r)]
-    more = f" and {len(unsure)-3} more" if len(unsure) > 3 else ""
-    return out + [f"\n  not told apart from no damage (the interval holds 0): {', '.join(unsure[:3])}{more}"] if unsure else out
+def _end_lines(res:SensitivityResult, by:str, top:int)->list:
+    "The fragile and the robust layers"
+    has_ci, has_rise = any(row.ci for row in res.layers), by == "objective"
+    head = ["", "", "delta"]
+    if has_ci: head.append("95 %")
+    if has_rise: head.append(f"{res.objective_name} rise")
+    def cells(row):
+        "One line of the table"
+        out = [label(row), row.layer_type, row.params]
+        out.append(f"{row.delta:+.4f}")
+        if has_ci: out.append(ci_text(row.ci))
+        if has_rise: out.append(f"{row.objective_delta:+.4f}")
+        return out
+    def survives(row): return math.isfinite(damage(row, by))
+    most_damaged_first = res.top(len(res), by=by)
+    parts = divide(most_damaged_first, partial(is_fragile, by=by), survives, top)
+    return both_ends(parts, head, cells)
 
-# %% ../../nbs/core/08_results.ipynb #0e9677ba
+# %% ../../nbs/core/08_results.ipynb #5fd2910d
 @patch
 def summary(self:SensitivityResult,
     *, top:int=5, # most rows of each kind
 ):
-    "Print the baseline, the most fragile and the most robust layers in the order that plans go by, what was skipped, and why there is no interval where there is none. No layer is in both lists, and none whose interval holds 0 is called fragile"
-    by, top = goes_by(self.ranked), check_count(top, "top", least=0)
-    n_groups = len({r.group_id or r.name for r in self.layers})
-    groups = f" in {n_groups} groups" if n_groups < len(self) else ""
-    print(f"{self.title} | baseline {self.metric_name} {self.baseline_metric:.4f}{baseline_text(self)} | {len(self)} layers{groups}, one at a time")
-    if chosen := ", ".join(f"{k} {v}" for k, v in self.settings.items() if v is not None): print(f"  {chosen}")
-    if by == "objective": print(f"  ranked by the rise of {self.objective_name}, as plans are")
-    has_ci, has_rise = any(r.ci for r in self.layers), by == "objective"
-    head = ["", "", "delta", *["95 %"]*has_ci, *[f"{self.objective_name} rise"]*has_rise]
-    def cells(r):
-        rise = [f"{r.objective_delta:+.4f}"] if has_rise else []
-        return [label(r), r.layer_type, r.params, f"{r.delta:+.4f}", *[ci_text(r.ci)]*has_ci, *rise]
-    survives = lambda r: math.isfinite(damage(r, by))
-    parts = divide(self.top(len(self), by=by), partial(is_fragile, by=by), survives, top)
-    for line in (*both_ends(parts, head, cells), *left_out_lines(self.layers, self.skipped)): print(line)
+    """Print the baseline, the most fragile and the most robust layers, and what was left out
+
+    Layers stand in the order that plans go by. No layer is in both lists, and none whose interval holds 0 is
+    called fragile. What was skipped, and what has no interval, is listed with its reason.
+    """
+    by = goes_by(self.ranked)
+    top = check_count(top, "top", least=0)
+    lines = _opening_lines(self, by) + _end_lines(self, by, top)
+    lines += left_out_lines(self.layers, self.skipped)
+    for line in lines: print(line)
 
 # %% ../../nbs/core/08_results.ipynb #7e0219e9
-def _html_row(r:LayerSensitivity, largest:float, objective:bool)->str:
-    "One table row, with a bar from green to red"
-    share = 1. if not math.isfinite(r.delta) else max(0., min(1., r.delta/largest)) if largest > 0 else 0.
-    bar = f'<div style="width:{1+99*share:.0f}px;height:.8em;background:hsl({120*(1-share):.0f},60%,45%)"></div>'
-    rise = [f"{r.objective_delta:+.4f}"] if objective else []
-    cells = (escape(label(r)), escape(r.layer_type), f"{r.params:,}", f"{r.compressed_metric:.4f}", f"{r.delta:+.4f}", ci_text(r.ci), *rise, bar)
-    return "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+def html_table(
+    head:list, # titles of the columns
+    rows:list, # of lists of cells, in HTML
+)->str:
+    "A table in HTML"
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    lines = [f"<tr>{titles}</tr>"]
+    for row in rows:
+        cells = "".join(f"<td>{cell}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+def _share(
+    delta:float,   # damage of one layer
+    largest:float, # finite damage of any layer
+)->float:          # 0 to 1, and 1 where the metric broke
+    "How large a damage is beside the largest"
+    if not math.isfinite(delta): return 1.
+    if largest <= 0: return 0.
+    return max(0., min(1., delta/largest))
+
+def _bar(share:float)->str:
+    "A bar in HTML, from short and green for 0 to long and red for 1"
+    width, hue = 1 + 99*share, 120*(1 - share)
+    style = f"width:{width:.0f}px;height:.8em;background:hsl({hue:.0f},60%,45%)"
+    return f'<div style="{style}"></div>'
+
+# %% ../../nbs/core/08_results.ipynb #da84ed55
+def _html_cells(
+    row:LayerSensitivity, # one row of the table
+    largest:float,        # finite damage of any row
+    objective:bool,       # whether there is a column for it
+)->list:
+    "The cells of one row, the last one a bar"
+    cells = [escape(label(row)), escape(row.layer_type)]
+    cells.append(f"{row.params:,}")
+    cells.append(f"{row.compressed_metric:.4f}")
+    cells.append(f"{row.delta:+.4f}")
+    cells.append(ci_text(row.ci))
+    if objective: cells.append(f"{row.objective_delta:+.4f}")
+    return [*cells, _bar(_share(row.delta, largest))]
+
+def _html_rest(res:SensitivityResult, shown:list)->str:
+    "How many rows are not shown, and why some have no interval"
+    n_more, n_skipped = len(res.ranked) - len(shown), len(res.skipped)
+    text = ""
+    if n_more or n_skipped: text += f"<p>{n_more} more, {n_skipped} skipped</p>"
+    for why in dict.fromkeys(row.no_ci for row in shown):
+        if why: text += f"<p>no 95 % interval: {escape(why)}</p>"
+    return text
 
 @patch
 def _repr_html_(self:SensitivityResult, rows:int=20):
     "Table of the `rows` most sensitive layers, in the order that plans go by"
     shown = self.top(rows, by=goes_by(self.ranked))
-    largest = max((r.delta for r in shown if math.isfinite(r.delta)), default=0.)
-    objective = bool(shown) and all(r.objective_delta is not None for r in shown)
-    head = "".join(f"<th>{h}</th>" for h in ("layer", "type", "params", escape(self.metric_name), "delta", "95 %", *[f"{escape(str(self.objective_name))} rise"]*objective, ""))
-    more = len(self.ranked) - len(shown)
-    rest = f"<p>{more} more, {len(self.skipped)} skipped</p>" if more or self.skipped else ""
-    for why in dict.fromkeys(r.no_ci for r in shown if r.no_ci): rest += f"<p>no 95 % interval: {escape(why)}</p>"
-    return (f"<p><b>{escape(self.title)}</b>, baseline {escape(self.metric_name)} {self.baseline_metric:.4f}{escape(baseline_text(self))}</p>"
-            f"<table><tr>{head}</tr>{''.join(_html_row(r, largest, objective) for r in shown)}</table>{rest}")
+    objective = goes_by(shown) == "objective"
+    head = ["layer", "type", "params", escape(self.metric_name), "delta", "95 %"]
+    if objective: head.append(f"{escape(str(self.objective_name))} rise")
+    head.append("")   # the bar
+    largest = max((row.delta for row in shown if math.isfinite(row.delta)), default=0.)
+    table = html_table(head, [_html_cells(row, largest, objective) for row in shown])
+    opening = f"<p><b>{escape(self.title)}</b>, baseline {escape(baseline_text(self))}</p>"
+    return opening + table + _html_rest(self, shown)
 
 # %% ../../nbs/core/08_results.ipynb #f02956d9
-def _layer(d:dict)->LayerSensitivity:
-    "A row from its plain dictionary"
-    number = {k: float(d[k]) for k in ("baseline_metric", "compressed_metric", "delta")}
-    maybe = {k: None if d.get(k) is None else float(d[k]) for k in ("stderr", "objective", "objective_delta")}   # files of before have no objective
-    maybe["ci"] = None if d["ci"] is None else tuple(map(float, d["ci"]))
-    return LayerSensitivity(**{**d, **number, **maybe})
+def _as_float(x)->float|None:
+    "A number as float, None as None"
+    return None if x is None else float(x)
 
-def result_from(d:dict)->SensitivityResult:
+def _layer_from(
+    d:dict, # that `LayerSensitivity.as_dict` made
+)->LayerSensitivity:
+    "A row from its plain dictionary"
+    row = {**d}
+    for name in ("baseline_metric", "compressed_metric", "delta"): row[name] = float(d[name])
+    for name in ("stderr", "objective", "objective_delta"): row[name] = _as_float(d.get(name))
+    if d["ci"] is not None: row["ci"] = tuple(map(float, d["ci"]))
+    return LayerSensitivity(**row)
+
+def result_from(
+    d:dict, # that `SensitivityResult.as_dict` made
+)->SensitivityResult:
     "A result from its plain dictionary"
-    objective = d.get("baseline_objective")
-    return SensitivityResult(**{**d, "baseline_metric": float(d["baseline_metric"]), "baseline_objective": None if objective is None else float(objective), "layers": [_layer(r) for r in d["layers"]], "settings": revive(d["settings"])})
+    result = {**d}
+    result["baseline_metric"] = float(d["baseline_metric"])
+    result["baseline_objective"] = _as_float(d.get("baseline_objective"))
+    result["layers"] = [_layer_from(row) for row in d["layers"]]
+    result["settings"] = revive(d["settings"])
+    return SensitivityResult(**result)
 
 # %% ../../nbs/core/08_results.ipynb #fa74362c
 @patch
 def as_dict(self:SensitivityResult)->dict:
     "Plain nested dictionary of everything"
-    return {f.name: [r.as_dict() for r in self.layers] if f.name == "layers" else getattr(self, f.name) for f in fields(self)}
+    plain = {f.name: getattr(self, f.name) for f in fields(self)}
+    plain["layers"] = [row.as_dict() for row in self.layers]
+    return plain
 
+# %% ../../nbs/core/08_results.ipynb #d2745d9e
 @patch
 def to_json(self:SensitivityResult,
     path, # file to write
@@ -279,10 +443,12 @@ def from_json(cls:SensitivityResult,
 # %% ../../nbs/core/08_results.ipynb #2bc6e3f8
 @patch
 def to_dataframe(self:SensitivityResult):
-    "A `pandas.DataFrame` with one row a layer, in model order; columns for the objective only if it was recorded"
+    "A `pandas.DataFrame` with one row per layer, in model order; columns for the objective only if it was recorded"
     import pandas as pd
-    unused = ["no_ci"] if any(r.objective is not None for r in self.layers) else ["no_ci", "objective", "objective_delta"]
-    return pd.DataFrame([r.as_dict() for r in self.layers], columns=[f.name for f in fields(LayerSensitivity) if f.name not in unused])
+    unused = ["no_ci"]
+    if all(row.objective is None for row in self.layers): unused += ["objective", "objective_delta"]
+    columns = [f.name for f in fields(LayerSensitivity) if f.name not in unused]
+    return pd.DataFrame([row.as_dict() for row in self.layers], columns=columns)
 
 @patch
 def to_csv(self:SensitivityResult,

@@ -10,103 +10,147 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from operator import attrgetter
 
 from fastcore.basics import patch
 
 from .checks import check_count, unknown_name
 from .saving import read_json, write_json
 from fasterai_sens.core.results import (
-    LayerSensitivity, baseline_text, both_ends, damage, divide, goes_by, is_fragile, label, left_out_lines,
-    level_text, plan_basis, result_from
+    LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, divide, goes_by, html_table, is_fragile,
+    label, left_out_lines, level_text, plan_basis, result_from, settings_text
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
 @dataclass(repr=False)
 class SweepResult(Sequence):
-    "Sensitivity of every layer at several levels: as a sequence in the order in which the levels were given, in everything made of it mildest first"
+    "Sensitivity of every layer at several levels: a sequence in the order given, and curves from mild to harsh"
     results:list # a `SensitivityResult` for each level; layers may differ from level to level
-    order:list=field(default_factory=list, compare=False) # layer names in model order; needed only where levels differ between layers
+    order:list=field(default_factory=list, compare=False) # layer names in model order; needed if levels differ by layer
+
     def __len__(self): return len(self.results)
+
     def __getitem__(self, i): return self.results[i]
+
     def __repr__(self):
-        r = self.results[0]
-        return f"SweepResult({r.compression_type}, levels {', '.join(f'{x:g}' for x in self.levels)}, {len(self.names)} layers)"
+        method = self.results[0].compression_type
+        levels = ", ".join(f"{level:g}" for level in self.levels)
+        return f"SweepResult({method}, levels {levels}, {len(self.names)} layers)"
+
     @property
     def levels(self)->list:
         "Levels in the order in which they were given"
-        return [r.compression_level for r in self.results]
+        return [result.compression_level for result in self.results]
+
     @property
     def by_strength(self)->list: # of `SensitivityResult`
         "The results from mild to harsh"
-        return sorted(self.results, key=lambda r: r.level_strength)
+        return sorted(self.results, key=attrgetter("level_strength"))
+
     @property
     def ladder(self)->list:
         "The levels from mild to harsh, each once"
-        return list(dict.fromkeys(r.compression_level for r in self.by_strength))
-    @property
-    def names(self)->list:
-        "Layer names in model order"
-        found, place = dict.fromkeys(row.name for r in self.by_strength for row in r.layers), {n: i for i, n in enumerate(self.order)}
-        return sorted(found, key=lambda n: place.get(n, len(place)))
-    def rows(self, name:str)->dict:
-        "level -> `LayerSensitivity` of one layer, where it was measured, mildest first. Raises KeyError for an unknown name"
-        if name not in self.names: raise unknown_name(name, self.names)
-        return {r.compression_level: row for r in self.by_strength for row in r.layers if row.name == name and row.prunable}
+        levels = [result.compression_level for result in self.by_strength]
+        return list(dict.fromkeys(levels))
+
+# %% ../../nbs/core/09_sweeps.ipynb #4bdd9d29
+@patch(as_prop=True)
+def names(self:SweepResult)->list: # of str
+    "Layer names in model order"
+    rows = [row for result in self.by_strength for row in result.layers]
+    found = dict.fromkeys(row.name for row in rows)
+    place = {name: i for i, name in enumerate(self.order)}
+    return sorted(found, key=lambda name: place.get(name, len(place)))
+
+@patch
+def rows(self:SweepResult,
+    name:str, # layer name
+)->dict:      # level -> `LayerSensitivity`, mildest first
+    "The rows of one layer at the levels at which it was measured. Raises KeyError for an unknown name"
+    if name not in self.names: raise unknown_name(name, self.names)
+    found = {}
+    for result in self.by_strength:
+        for row in result.layers:
+            if row.name == name and row.prunable: found[result.compression_level] = row
+    return found
 
 # %% ../../nbs/core/09_sweeps.ipynb #f200d352
 @patch
 def curve(self:SweepResult,
     name:str, # layer name
 ):
-    "A `pandas.DataFrame` of one layer: level, mildest first -> metric, delta, stderr, low and high of its 95 % interval if there is one, and objective, objective_delta if recorded. Raises KeyError for an unknown name"
+    """A `pandas.DataFrame` of one layer, with the level as its index, mildest first
+
+    Its columns are metric, delta and stderr; low and high of the 95 % interval if there is one; objective and
+    objective_delta if they were recorded. Raises KeyError for an unknown name.
+    """
     import pandas as pd
     rows = self.rows(name)
-    columns = ["compressed_metric", "delta", "stderr"] + ["objective", "objective_delta"]*any(r.objective is not None for r in rows.values())
-    data = [[getattr(r, c) for c in columns] for r in rows.values()]
-    out = pd.DataFrame(data, columns=["metric", *columns[1:]], index=pd.Index(rows, name="level"))
-    ends = [r.ci or (math.nan, math.nan) for r in rows.values()]
-    if any(r.ci for r in rows.values()):
-        for i, end in enumerate(("low", "high")): out.insert(3 + i, end, [ci[i] for ci in ends])
-    return out
+    fields = ["delta", "stderr"]
+    if any(row.objective is not None for row in rows.values()): fields += ["objective", "objective_delta"]
+    values = attrgetter("compressed_metric", *fields)
+    data = [values(row) for row in rows.values()]
+    table = pd.DataFrame(data, columns=["metric", *fields], index=pd.Index(rows, name="level"))
+    if any(row.ci for row in rows.values()):
+        ends = [row.ci or (math.nan, math.nan) for row in rows.values()]
+        table.insert(3, "low", [low for low, _ in ends])
+        table.insert(4, "high", [high for _, high in ends])
+    return table
 
 @patch
 def to_dataframe(self:SweepResult):
     "A long `pandas.DataFrame`: one row for each layer and level, mildest level first"
     import pandas as pd
-    return pd.concat([r.to_dataframe().assign(level=r.compression_level) for r in self.by_strength], ignore_index=True).drop_duplicates(["name", "level"], ignore_index=True)
+    tables = [result.to_dataframe().assign(level=result.compression_level) for result in self.by_strength]
+    table = pd.concat(tables, ignore_index=True)
+    return table.drop_duplicates(["name", "level"], ignore_index=True)
 
 # %% ../../nbs/core/09_sweeps.ipynb #15e7a9f8
 @patch
 def to_csv(self:SweepResult,
     path, # file to write
 ):
-    "Write the metrics as CSV: one row for each layer, one column for each level, mildest first, empty where it was not measured"
+    "Write the metrics as CSV: one row for each layer, one column for each level, empty where it was not measured"
     import pandas as pd
-    rows = {n: self.rows(n) for n in self.names}   # as text, so that a metric that is NaN is not an empty cell
-    text = {f"{level:.12g}": [repr(float(r[level].compressed_metric)) if level in r else "" for r in rows.values()] for level in self.ladder}
-    pd.DataFrame(text, index=pd.Index(rows, name="layer")).to_csv(path)
+    rows = {name: self.rows(name) for name in self.names}
+    columns = {}
+    for level in self.ladder:
+        columns[f"{level:.12g}"] = [_metric_text(found.get(level)) for found in rows.values()]
+    table = pd.DataFrame(columns, index=pd.Index(rows, name="layer"))
+    table.to_csv(path)
 
+def _metric_text(row:LayerSensitivity|None)->str:
+    "The metric of a layer, empty where it was not measured"
+    return "" if row is None else repr(float(row.compressed_metric))
+
+# %% ../../nbs/core/09_sweeps.ipynb #60417399
 @patch
 def to_json(self:SweepResult,
     path, # file to write
 ):
     "Write everything to a JSON file"
-    write_json(path, "SweepResult", {"results": [r.as_dict() for r in self.results], "order": self.order})
+    results = [result.as_dict() for result in self.results]
+    write_json(path, "SweepResult", {"results": results, "order": self.order})
+
+def _sweep_from(d:dict)->SweepResult:
+    "A sweep from its plain dictionary"
+    results = [result_from(result) for result in d["results"]]
+    return SweepResult(results, d.get("order", []))
 
 @patch(cls_method=True)
 def from_json(cls:SweepResult,
     path, # file that `to_json` wrote
 )->SweepResult:
     "Read a sweep back, equal to the one that was saved"
-    return read_json(path, "SweepResult", lambda data: SweepResult([result_from(d) for d in data["results"]], data.get("order", [])))
+    return read_json(path, "SweepResult", _sweep_from)
 
 # %% ../../nbs/core/09_sweeps.ipynb #bd4fce7c
 @patch(as_prop=True)
 def ranked(self:SweepResult)->list: # of str
     "Names of the measured layers in model order, the first of each group of coupled layers"
     first = {}
-    for r in self.by_strength:
-        for row in r.ranked: first.setdefault(row.group_id or row.name, row.name)
+    for result in self.by_strength:
+        for row in result.ranked: first.setdefault(row.group_id or row.name, row.name)
     found = set(first.values())
     return [name for name in self.names if name in found]
 
@@ -114,27 +158,31 @@ def ranked(self:SweepResult)->list: # of str
 def curves(self:SweepResult)->dict: # layer name -> {level: `LayerSensitivity`}, mildest first
     "`rows` of every layer in `ranked`"
     found = {name: {} for name in self.ranked}
-    for r in self.by_strength:
-        for row in r.layers:
-            if row.prunable and row.name in found: found[row.name][r.compression_level] = row
+    for result in self.by_strength:
+        for row in result.layers:
+            if row.prunable and row.name in found: found[row.name][result.compression_level] = row
     return found
 
+# %% ../../nbs/core/09_sweeps.ipynb #0d3e641c
 def rising_damages(
     rows:dict,   # level -> `LayerSensitivity` of one layer, as `SweepResult.rows` has them
     ladder:list, # levels from mild to harsh
     by:str,      # "metric" or "objective"
 )->list:         # one for each of `ladder`
     "Damage of one layer from mild to harsh, never falling; where it was not measured, that of the level before"
-    found = [0.]
-    for level in ladder: found.append(max(found[-1], damage(rows[level], by)) if level in rows else found[-1])
-    return found[1:]
+    found, worst = [], 0.
+    for level in ladder:
+        if level in rows: worst = max(worst, damage(rows[level], by))
+        found.append(worst)
+    return found
 
 def mean_damage(
     damages:list, # from mild to harsh, infinite where the model broke
 )->tuple:         # how many broke it, the mean of the others
     "What layers of a sweep are ranked by"
     finite = [d for d in damages if math.isfinite(d)]
-    return len(damages) - len(finite), math.fsum(finite)/max(1, len(finite))
+    n_broken = len(damages) - len(finite)
+    return n_broken, math.fsum(finite)/max(1, len(finite))
 
 # %% ../../nbs/core/09_sweeps.ipynb #49a39d58
 @patch
@@ -143,97 +191,192 @@ def top(self:SweepResult,
     *, most_sensitive:bool=True, # fragile first; False: robust first
     by:str|None="metric",        # "metric" or "objective"; None: what plans go by, the objective if it was recorded
     level=None,                  # rank by the damage at this level; None: by the mean over all levels
-)->list:                         # of `LayerSensitivity`, each at `level` or at the harshest, or at the last before it stopped
-    "The `n` most (or least) sensitive layers over the sweep. Raises ValueError for a level that was not measured, or as `plan_basis` does"
-    if level is not None and level not in self.ladder: raise ValueError(f"level is one of {', '.join(f'{v:g}' for v in self.ladder)}; got {level!r}")
-    by = plan_basis([row for r in self for row in r.layers], by)
-    ladder = self.ladder if level is None else self.ladder[:self.ladder.index(level) + 1]
-    found = {name: {at: row for at, row in rows.items() if at in ladder} for name, rows in self.curves().items()}
+)->list:                         # of `LayerSensitivity`, each at `level` or the harshest, or the last before it stopped
+    """The `n` most (or least) sensitive layers over the sweep
+
+    Raises ValueError for a level that was not measured, or as `plan_basis` does.
+    """
+    ladder = self.ladder
+    if level is not None:
+        known = ", ".join(f"{v:g}" for v in ladder)
+        if level not in ladder: raise ValueError(f"level is one of {known}; got {level!r}")
+        ladder = ladder[:ladder.index(level) + 1]
+    by = plan_basis([row for result in self for row in result.layers], by)
+    found = {}
+    for name, rows in self.curves().items():
+        rows = {at: row for at, row in rows.items() if at in ladder}
+        if rows: found[name] = rows
     def place(name):
+        "By what a layer is ranked"
         damages = rising_damages(found[name], ladder, by)
         return mean_damage(damages if level is None else damages[-1:])
-    names = sorted((name for name, rows in found.items() if rows), key=place, reverse=most_sensitive)
-    return [list(found[name].values())[-1] for name in names[:check_count(n, "n", least=0)]]
+    names = sorted(found, key=place, reverse=most_sensitive)
+    n = check_count(n, "n", least=0)
+    return [list(found[name].values())[-1] for name in names[:n]]
 
 # %% ../../nbs/core/09_sweeps.ipynb #02c24b30
-@patch
-def _ends(self:SweepResult, top:int)->tuple:
-    "What plans go by; the fragile, the robust and the other layers"
-    by, curves = goes_by([row for r in self for row in r.ranked]), self.curves()
-    survives = lambda row: math.isfinite(rising_damages(curves[row.name], self.ladder, by)[0])
-    fragile = lambda row: any(is_fragile(at, by) for at in curves[row.name].values())
-    return by, divide(self.top(len(curves), by=by), fragile, survives, check_count(top, "top", least=0))
+def _damage_text(
+    row:LayerSensitivity|None, # a layer at one level; None: not measured
+    by:str,                    # "metric" or "objective"
+)->str:                        # empty where there is none
+    "The damage for a table"
+    if row is None: return ""
+    delta = row.objective_delta if by == "objective" else row.delta
+    return "" if delta is None else f"{delta:+.4f}"
 
 def _cells(
     row:LayerSensitivity, # one of the layer
-    rows:dict,   # level -> `LayerSensitivity` of the layer
-    ladder:list, # levels from mild to harsh
-    by:str,      # "metric" or "objective"
+    rows:dict,            # level -> `LayerSensitivity` of the layer
+    ladder:list,          # levels from mild to harsh
+    by:str,               # "metric" or "objective"
 )->list:
-    "One line of a table: the damage at each level, where it was measured"
-    values = [(rows[level].objective_delta if by == "objective" else rows[level].delta) if level in rows else None for level in ladder]
-    return [label(row), row.layer_type, row.params, *("" if v is None else f"{v:+.4f}" for v in values)]
+    "One line of a table: the layer, and the damage at each level"
+    at_levels = [_damage_text(rows.get(level), by) for level in ladder]
+    return [label(row), row.layer_type, row.params, *at_levels]
+
+@patch
+def _basis(self:SweepResult)->str: # "metric" or "objective"
+    "What plans from this sweep go by"
+    return goes_by([row for result in self for row in result.ranked])
+
+@patch
+def _level_titles(self:SweepResult)->list: # of str
+    "The levels with their unit, from mild to harsh"
+    method = self[0].compression_type
+    return [level_text(method, level) for level in self.ladder]
+
+# %% ../../nbs/core/09_sweeps.ipynb #0ee63e45
+@patch
+def _opening_lines(self:SweepResult, by:str)->list:
+    "What was measured, what was chosen, and how it is ranked"
+    first = self.by_strength[0]
+    lines = [f"{self[0].compression_type} | baseline {baseline_text(first)} | {len(self.names)} layers, one at a time"]
+    settings = {name: value for name, value in first.settings.items() if name != "bits"}
+    chosen = settings_text(settings)
+    if chosen: lines.append(f"  {chosen}")
+    what = f"damage to {first.metric_name}"
+    if by == "objective": what = f"rise of {first.objective_name}, as plans are"
+    lines.append(f"  ranked by the mean over the levels of the {what}")
+    return lines
+
+@patch
+def _end_lines(self:SweepResult, by:str, top:int)->list:
+    "The fragile and the robust layers"
+    ladder, curves = self.ladder, self.curves()
+    def fragile(row):
+        "Whether there is damage at any level"
+        at_levels = curves[row.name].values()
+        return any(is_fragile(at, by) for at in at_levels)
+    def survives(row):
+        "Whether the mildest level did not break the model"
+        damages = rising_damages(curves[row.name], ladder, by)
+        return math.isfinite(damages[0])
+    def cells(row): return _cells(row, curves[row.name], ladder, by)
+    most_damaged_first = self.top(len(curves), by=by)
+    parts = divide(most_damaged_first, fragile, survives, top)
+    return both_ends(parts, ["", "", *self._level_titles()], cells)
 
 @patch
 def summary(self:SweepResult,
     *, top:int=5, # most rows of each kind
 ):
-    "Print the damage at each level of the most fragile and the most robust layers, in the order that plans go by, and what was skipped. No layer is in both lists"
-    by, parts = self._ends(top)
-    kind, first = self[0].compression_type, self.by_strength[0]
-    what = f"damage to {first.metric_name}" if by == "metric" else f"rise of {first.objective_name}, as plans are"
-    print(f"{kind} | baseline {first.metric_name} {first.baseline_metric:.4f}{baseline_text(first)} | {len(self.names)} layers, one at a time")
-    if chosen := ", ".join(f"{k} {v}" for k, v in first.settings.items() if v is not None and k != "bits"): print(f"  {chosen}")
-    print(f"  ranked by the mean over the levels of the {what}")
-    curves, ladder = self.curves(), self.ladder
-    head = ["", "", *(level_text(kind, level) for level in ladder)]
-    ends = both_ends(parts, head, lambda row: _cells(row, curves[row.name], ladder, by))
-    left_out = left_out_lines([row for r in self.by_strength for row in r.layers], [s for r in self.by_strength for s in r.skipped])
-    for line in (*ends, *left_out): print(line)
+    """Print the damage at each level of the most fragile and the most robust layers, and what was left out
+
+    Layers stand in the order that plans go by. No layer is in both lists.
+    """
+    by = self._basis()
+    top = check_count(top, "top", least=0)
+    lines = self._opening_lines(by) + self._end_lines(by, top)
+    rows = [row for result in self.by_strength for row in result.layers]
+    skipped = [pair for result in self.by_strength for pair in result.skipped]
+    lines += left_out_lines(rows, skipped)
+    for line in lines: print(line)
 
 # %% ../../nbs/core/09_sweeps.ipynb #1d239fd8
 @patch
 def _repr_html_(self:SweepResult, rows:int=20):
     "Table of the `rows` most sensitive layers, in the order that plans go by: the damage at each level"
-    by, first = goes_by([row for r in self for row in r.ranked]), self.by_strength[0]
-    shown, curves = self.top(rows, by=by), self.curves()
-    what = f"damage to {first.metric_name}" if by == "metric" else f"rise of {first.objective_name}"
-    head = "".join(f"<th>{h}</th>" for h in ("layer", "type", "params", *(level_text(first.compression_type, level) for level in self.ladder)))
-    def line(row):
-        name, kind, params, *each = _cells(row, curves[row.name], self.ladder, by)
-        return "<tr>" + "".join(f"<td>{c}</td>" for c in (escape(name), escape(kind), f"{params:,}", *each)) + "</tr>"
-    more = len(curves) - len(shown)
-    rest = f"<p>{more} more</p>" if more else ""
-    return (f"<p><b>{escape(first.compression_type)}</b>, {escape(what)}, baseline {escape(first.metric_name)} {first.baseline_metric:.4f}{escape(baseline_text(first))}</p>"
-            f"<table><tr>{head}</tr>{''.join(map(line, shown))}</table>{rest}")
+    by, first = self._basis(), self.by_strength[0]
+    ladder, curves = self.ladder, self.curves()
+    shown = self.top(rows, by=by)
+    lines = []
+    for row in shown:
+        name, layer_type, params, *at_levels = _cells(row, curves[row.name], ladder, by)
+        lines.append([escape(name), escape(layer_type), f"{params:,}", *at_levels])
+    table = html_table(["layer", "type", "params", *self._level_titles()], lines)
+    what = f"damage to {first.metric_name}"
+    if by == "objective": what = f"rise of {first.objective_name}"
+    title = f"<b>{escape(first.compression_type)}</b>"
+    n_more = len(curves) - len(shown)
+    more = f"<p>{n_more} more</p>" if n_more else ""
+    return f"<p>{title}, {escape(what)}, baseline {escape(baseline_text(first))}</p>{table}{more}"
+
+# %% ../../nbs/core/09_sweeps.ipynb #d0cc0ec7
+def _rising(
+    values:list, # None where it was not measured
+)->list:         # as long; what is None or not finite stays
+    "The nearest values that never fall. Source: Barlow et al. 1972, pool adjacent violators"
+    blocks = []   # (mean, positions) of neighbours that share one value
+    for i, value in enumerate(values):
+        if value is None or not math.isfinite(value): continue
+        blocks.append((value, [i]))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            positions = blocks[-2][1] + blocks[-1][1]
+            mean = math.fsum(values[k] for k in positions)/len(positions)
+            blocks[-2:] = [(mean, positions)]
+    out = list(values)
+    for mean, positions in blocks:
+        for i in positions: out[i] = mean
+    return out
 
 # %% ../../nbs/core/09_sweeps.ipynb #2d3a60b0
-def _rising(values:list)->list:
-    "The nearest values that never fall, where finite; what is missing or not finite stays"
-    blocks = []   # of [mean, positions]: pool adjacent violators
-    for i, v in enumerate(values):
-        if v is None or not math.isfinite(v): continue
-        blocks.append((v, [i]))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (_, left), (_, right) = blocks[-2:]
-            blocks[-2:] = [(math.fsum(values[k] for k in left + right)/len(left + right), left + right)]
-    new = {i: v for v, at in blocks for i in at}
-    return [new.get(i, v) for i, v in enumerate(values)]
+def _with_delta(
+    row:LayerSensitivity, # as measured
+    delta:float,          # its damage on the smooth curve
+    sign:int,             # 1 if higher is better, else -1
+)->LayerSensitivity:      # the row itself if it was not moved
+    "The row with another damage, and the metric that goes with it"
+    if delta == row.delta or not math.isfinite(delta): return row
+    metric = row.baseline_metric - sign*delta
+    return replace(row, delta=delta, compressed_metric=metric, stderr=None, ci=None, no_ci="the curve was smoothed")
 
-def _moved(row:LayerSensitivity, delta:float, rise:float|None, sign:int, base:float|None)->LayerSensitivity:
-    "The row with another damage; its metric and objective go with it"
-    if delta != row.delta and math.isfinite(delta): row = replace(row, delta=delta, compressed_metric=row.baseline_metric - sign*delta, stderr=None, ci=None, no_ci="the curve was smoothed")
-    return row if rise is None or not math.isfinite(rise) else replace(row, objective_delta=rise, objective=row.objective if rise == row.objective_delta else base + rise)
+def _with_rise(
+    row:LayerSensitivity, # as measured
+    rise:float|None,      # rise of its objective on the smooth curve
+    base:float|None,      # objective of the untouched model
+)->LayerSensitivity:      # the row itself if it was not moved
+    "The row with another rise, and the objective that goes with it"
+    if rise is None or rise == row.objective_delta or not math.isfinite(rise): return row
+    return replace(row, objective_delta=rise, objective=base + rise)
 
+def _with_rows(
+    result:SensitivityResult, # as measured
+    moved:dict,               # (level, name) -> the row of the smooth curve
+)->SensitivityResult:
+    "The result with its rows exchanged"
+    layers = []
+    for row in result.layers:
+        key = result.compression_level, row.name
+        layers.append(moved.get(key, row) if row.prunable else row)
+    return replace(result, layers=layers, settings={**result.settings, "smoothed": True})
+
+# %% ../../nbs/core/09_sweeps.ipynb #804e10de
 @patch
 def smoothed(self:SweepResult)->SweepResult:
-    "A new sweep in which no curve falls, neither of the metric's damage nor of the objective. What was not measured or not finite stays. Source: Barlow et al. 1972"
-    at = {}   # (level, name) -> the smoothed row
+    """A new sweep in which no curve falls, neither that of the damage nor that of the objective
+
+    What was not measured or is not finite stays.
+    """
+    result_at = {result.compression_level: result for result in self.results}
+    moved = {}   # (level, name) -> the row of the smooth curve
     for name in self.names:
         rows = self.rows(name)
-        sign = {r.compression_level: 1 if r.higher_is_better else -1 for r in self.results}
-        base = {r.compression_level: r.baseline_objective for r in self.results}
-        new = zip(rows.items(), _rising([r.delta for r in rows.values()]), _rising([r.objective_delta for r in rows.values()]), strict=True)
-        at |= {(level, name): _moved(r, delta, rise, sign[level], base[level]) for (level, r), delta, rise in new}
-    return SweepResult([replace(r, layers=[at.get((r.compression_level, row.name), row) if row.prunable else row for row in r.layers],
-                                settings={**r.settings, "smoothed": True}) for r in self.results], self.order)
+        deltas = _rising([row.delta for row in rows.values()])
+        rises = _rising([row.objective_delta for row in rows.values()])
+        for (level, row), delta, rise in zip(rows.items(), deltas, rises, strict=True):
+            result = result_at[level]
+            sign = 1 if result.higher_is_better else -1
+            new = _with_delta(row, delta, sign)
+            moved[level, name] = _with_rise(new, rise, result.baseline_objective)
+    results = [_with_rows(result, moved) for result in self.results]
+    return SweepResult(results, self.order)
