@@ -11,24 +11,41 @@ import math
 import numpy as np
 
 # %% ../../nbs/measure/00_intervals.ipynb #934d5cc7
-def tango_interval(
+def _tango_score(
+    d:float,    # a difference that may be the true one: the share lost less the share won
     lost:float, # samples that were right and are wrong
     won:float,  # the other way round
     n:float,    # samples
+)->tuple:       # lost - won beyond what `d` explains, and its standard error if `d` is true
+    "Both parts of the score that Tango's interval bounds. Source: Tango 1998, Statistics in Medicine 17"
+    # the likeliest share won, if the true difference is `d`, solves 2n q^2 + b q + c = 0
+    b = (2*n + won - lost)*d - lost - won
+    c = -won*d*(1 - d)
+    root = math.sqrt(max(0., b*b - 8*n*c))
+    share_won = (root - b)/(4*n)
+    variance = n*(2*share_won + d*(1 - d))
+    beyond = lost - won - n*d
+    return beyond, math.sqrt(max(0., variance))
+
+# %% ../../nbs/measure/00_intervals.ipynb #220d6a1f
+def tango_interval(
+    lost:float,   # samples that were right and are wrong
+    won:float,    # the other way round
+    n:float,      # samples
     z:float=1.96, # quantile of the normal distribution: 95 %
-)->tuple:       # low, high: bounds for the share lost less the share won
+)->tuple:         # low, high: bounds for the share lost less the share won
     "Score interval for the difference of paired proportions. Source: Tango 1998, Statistics in Medicine 17"
-    def excess(d, side):   # what the difference has beyond what chance explains if the true one is `d`
-        b, c = (2*n + won - lost)*d - lost - won, -won*d*(1 - d)
-        q = (math.sqrt(max(0., b*b - 8*n*c)) - b)/(4*n)
-        return lost - won - n*d - side*z*math.sqrt(max(0., n*(2*q + d*(1 - d))))
-    def root(low, high, side):
+    def is_below_end(d, side):
+        beyond, stderr = _tango_score(d, lost, won, n)
+        return beyond - side*z*stderr > 0
+    def find_end(low, high, side):
         for _ in range(60):
-            mid = (low + high)/2
-            low, high = (mid, high) if excess(mid, side) > 0 else (low, mid)
+            middle = (low + high)/2
+            if is_below_end(middle, side): low = middle
+            else: high = middle
         return (low + high)/2
-    d = (lost - won)/n
-    return root(-1, d, 1), root(d, 1, -1)
+    seen = (lost - won)/n
+    return find_end(-1, seen, 1), find_end(seen, 1, -1)
 
 # %% ../../nbs/measure/00_intervals.ipynb #d3ad7fdc
 def spread_of(
@@ -36,23 +53,29 @@ def spread_of(
     other:np.ndarray, # scores after, of the same samples
 )->float:             # above 0
     "How far scores are apart at most; if all are one value, how far that is from 0, or else 1"
-    low, high = min(base.min(), other.min()), max(base.max(), other.max())
+    low, high = _range_of(base, other)
     return float(high - low or abs(high) or 1)
+
+def _range_of(base:np.ndarray, other:np.ndarray)->tuple:
+    "The lowest and the highest score"
+    low = min(base.min(), other.min())
+    high = max(base.max(), other.max())
+    return low, high
 
 def step_between(
     base:np.ndarray,  # scores before
     other:np.ndarray, # scores after, of the same samples
 )->float|None:        # the difference of the two values; None if there are more than two
     "How far apart right and wrong are, if the scores say nothing else"
-    if np.unique(base[:99]).size > 2: return None   # most scores are other ones, which the first show
-    low, high = min(base.min(), other.min()), max(base.max(), other.max())
-    two = all(((s == low) | (s == high)).all() for s in (base, other))
+    if np.unique(base[:99]).size > 2: return None   # a quick no: most scores show more than two values at once
+    low, high = _range_of(base, other)
+    for scores in (base, other):
+        is_an_end = (scores == low) | (scores == high)
+        if not is_an_end.all(): return None
     certain = base.size > 2 or {low, high} <= {0, 1}   # any one or two samples have few values
-    return spread_of(base, other) if two and certain else None
+    return spread_of(base, other) if certain else None
 
 # %% ../../nbs/measure/00_intervals.ipynb #724542a3
-caution = 1.5   # a sample looks less skewed than what it is drawn from: by so much its skewness is raised
-
 def arm(
     h:float, # skewness of the mean, 0 or more
     q:float, # quantile of Student's t
@@ -63,20 +86,27 @@ def arm(
     lengths = 3*(1 - np.cbrt(1 - steps*(q + steps/6)))/steps
     return max(q, float(lengths.max()))
 
+# %% ../../nbs/measure/00_intervals.ipynb #3f84cdcd
+caution = 1.5   # a sample looks less skewed than what it is drawn from: by so much its skewness is raised
+
 def mean_interval(
     d:np.ndarray,     # damage to each sample, three or more, not all the same
     n:int|None=None,  # had there been so many samples like these; None: those there are
 )->tuple:             # low, high
     "95 % interval of the mean: Student's t with Hall's longer arm on the side of the tail"
     from scipy.special import stdtrit
-    k, n, mean = d.size, n or d.size, float(d.mean())
+    k = d.size
+    if not n: n = k
+    mean = float(d.mean())
     scale = float(abs(d - mean).max())   # cubes stay finite
     away = (d - mean)/scale
     spread = math.sqrt(away@away/(k - 1))
-    skewness = k*float(away@(away*away))/((k - 1)*(k - 2)*spread**3)
-    stderr, q = scale*spread/math.sqrt(n), float(stdtrit(n - 1, .975))
-    long = arm(caution*abs(skewness)/math.sqrt(n), q)
-    below, above = (q, long) if skewness > 0 else (long, q)
+    cubes = float(away@(away*away))
+    skewness = k*cubes/((k - 1)*(k - 2)*spread**3)
+    stderr = scale*spread/math.sqrt(n)
+    short = float(stdtrit(n - 1, .975))
+    long = arm(caution*abs(skewness)/math.sqrt(n), short)
+    below, above = (short, long) if skewness > 0 else (long, short)
     return mean - below*stderr, mean + above*stderr
 
 # %% ../../nbs/measure/00_intervals.ipynb #64b75a55
@@ -87,23 +117,40 @@ def paired_interval(
     means:bool=False, # each score is a mean of several, so two values are a coincidence
 )->tuple:             # (low, high) for the mean of `base - other` or None, and why there is none or None
     "95 % interval of a mean paired difference, or the reason why there is none"
-    d, n = base - other, n or base.size
+    d = base - other
+    if not n: n = d.size
     step = None if means else step_between(base, other)
     if step:
         lost, won = float((d > 0).mean()), float((d < 0).mean())
-        return tuple(step*end for end in tango_interval(lost*n, won*n, n)), None
-    if d.size < 3: return None, f"{d.size} sample{'s' if d.size > 1 else ''} cannot show how samples differ; it takes 3 or more"
-    if not d.any(): return tuple(spread_of(base, other)*end for end in tango_interval(0, 0, n)), None
-    if np.ptp(d) <= 1e-12*max(abs(base).max(), abs(other).max()): return None, f"all {d.size} samples changed by the same, which does not show how samples differ"
+        return _times(step, tango_interval(lost*n, won*n, n)), None
+    if d.size < 3:
+        samples = "1 sample" if d.size == 1 else f"{d.size} samples"
+        return None, f"{samples} cannot show how samples differ; it takes 3 or more"
+    if not d.any():
+        spread = spread_of(base, other)
+        return _times(spread, tango_interval(0, 0, n)), None
+    rounding = 1e-12*max(abs(base).max(), abs(other).max())
+    if np.ptp(d) <= rounding:
+        return None, f"all {d.size} samples changed by the same, which does not show how samples differ"
     return mean_interval(d, n), None
+
+def _times(factor:float, interval:tuple)->tuple:
+    "The interval of a quantity that is `factor` times as large"
+    low, high = interval
+    return factor*low, factor*high
 
 # %% ../../nbs/measure/00_intervals.ipynb #f36a0ca3
 def sequence_scores(
     sums:np.ndarray,  # sum of the scores in each sequence
-    sizes:np.ndarray, # how many they are
+    sizes:np.ndarray, # number of scores in each sequence
 )->np.ndarray:        # a score for each sequence; their mean is that of all single scores
-    "Sequences as samples of a mean over what is in them: a linearised ratio. Source: Cochran 1977, Sampling Techniques, 6.3"
-    if (sizes == sizes[0]).all(): return sums/sizes   # exact, so that what did not change does not differ
+    """Sequences as samples of a mean over what is in them: a linearised ratio
+
+    Source: Cochran 1977, Sampling Techniques, 6.3
+    """
+    all_of_one_length = (sizes == sizes[0]).all()
+    if all_of_one_length: return sums/sizes   # exact, so that what did not change does not differ
     with np.errstate(invalid="ignore"):
         mean = sums.sum()/sizes.sum()
-        return mean + (sums - mean*sizes)/sizes.mean()
+        beyond_mean = sums - mean*sizes
+        return mean + beyond_mean/sizes.mean()

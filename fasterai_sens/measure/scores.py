@@ -24,56 +24,99 @@ class Score:
     objective:float|None=None      # a second quantity, lower is better; None if there is none
     sizes:np.ndarray|None=None     # tokens in each sequence, if the samples are sequences of several
 
-_expected = ("eval_fn returns a number, a 0-d tensor, or a 1-D tensor with a score for each sample; for tokens a 2-D tensor, [sequences, tokens], "
-             "or a list with a 1-D tensor for each sequence; or a pair of those, (metric, objective)")
-
-def as_score(
-    out, # what `eval_fn` returned
-)->Score:
-    "Check what an evaluation returned. Raises TypeError for what is no number, ValueError for a wrong shape"
-    if not isinstance(out, tuple): return _score(out)
-    if len(out) != 2: raise TypeError(f"{_expected}; got a tuple of {len(out)}")
-    return replace(_score(out[0]), objective=_score(out[1]).value)
-
-def _score(out)->Score:
-    "One quantity that an evaluation returned"
-    if isinstance(out, list): return _of_sequences(_sequences(out))
-    a = _values(out)
-    if a.ndim == 0: return Score(float(a))
-    if a.ndim > 2 or not a.size: raise ValueError(f"{_expected}; got shape {tuple(a.shape)}")
-    return Score(float(a.mean()), a) if a.ndim == 1 else _of_sequences(list(a))
+_expected = (
+    "eval_fn returns a number, a 0-d tensor, or a 1-D tensor with a score for each sample; "
+    "for tokens a 2-D tensor, [sequences, tokens], or a list with a 1-D tensor for each sequence; "
+    "or a pair of those, (metric, objective)"
+)
 
 # %% ../../nbs/measure/01_scores.ipynb #f8bca564
 def _values(out)->np.ndarray:
     "What an evaluation returned, as numbers"
-    if isinstance(out, bool | str | complex) or not isinstance(out, Real | Tensor | np.ndarray | np.generic):
-        raise TypeError(f"{_expected}; got {type(out).__name__} {str(out)[:40]!r}")
-    a = out.detach().cpu().double().numpy() if isinstance(out, Tensor) and not out.is_complex() else np.asarray(out)
-    if a.dtype.kind not in "fiub": raise TypeError(f"{_expected}; got {a.dtype} values")
-    return a.astype(float)
-
-def _sequences(out:list)->list:
-    "The scores of each sequence"
-    if not out or not all(isinstance(part, Tensor | np.ndarray) for part in out): raise TypeError(f"{_expected}; got list {str(out)[:40]!r}")
-    parts = [_values(part) for part in out]
-    for part in parts:
-        if part.ndim != 1 or not part.size: raise ValueError(f"{_expected}; got shape {tuple(part.shape)} in a list")
-    return parts
-
-def _of_sequences(parts:list)->Score:
-    "The mean over all tokens, with a score for each sequence"
-    sums, sizes = np.array([p.sum() for p in parts]), np.array([p.size for p in parts])
-    value = float(sums.sum()/sizes.sum())
-    if (sizes == 1).all(): return Score(value, sums)
-    return Score(value, sequence_scores(sums, sizes), sizes=sizes)
+    is_known = isinstance(out, Real | Tensor | np.ndarray | np.generic)
+    is_other = isinstance(out, bool | str | complex)   # NumPy's texts and complex numbers are also Python's
+    if is_other or not is_known:
+        start = str(out)[:40]
+        raise TypeError(f"{_expected}; got {type(out).__name__} {start!r}")
+    if isinstance(out, Tensor) and not out.is_complex():
+        out = out.detach().cpu().double().numpy()
+    values = np.asarray(out)
+    is_numeric = values.dtype.kind in "fiub"   # floats, whole numbers, bools
+    if not is_numeric: raise TypeError(f"{_expected}; got {values.dtype} values")
+    return values.astype(float)
 
 # %% ../../nbs/measure/01_scores.ipynb #4b832e28
+def _sequences(
+    out:list, # a tensor or array for each sequence
+)->list:
+    "The scores of each sequence"
+    are_known = all(isinstance(part, Tensor | np.ndarray) for part in out)
+    if not out or not are_known:
+        start = str(out)[:40]
+        raise TypeError(f"{_expected}; got list {start!r}")
+    parts = [_values(part) for part in out]
+    for part in parts:
+        if part.ndim != 1 or not part.size:
+            raise ValueError(f"{_expected}; got shape {tuple(part.shape)} in a list")
+    return parts
+
+def _of_sequences(
+    parts:list, # the scores of each sequence
+)->Score:
+    "The mean over all tokens, with a score for each sequence"
+    sums = np.array([part.sum() for part in parts])
+    sizes = np.array([part.size for part in parts])
+    value = float(sums.sum()/sizes.sum())
+    if (sizes == 1).all(): return Score(value, sums)
+    scores = sequence_scores(sums, sizes)
+    return Score(value, scores, sizes=sizes)
+
+# %% ../../nbs/measure/01_scores.ipynb #6f799410
+def _score(out)->Score:
+    "One quantity that an evaluation returned"
+    if isinstance(out, list): return _of_sequences(_sequences(out))
+    values = _values(out)
+    if values.ndim == 0: return Score(float(values))
+    if values.ndim > 2 or not values.size:
+        raise ValueError(f"{_expected}; got shape {tuple(values.shape)}")
+    if values.ndim == 2: return _of_sequences(list(values))
+    return Score(float(values.mean()), values)
+
+def as_score(
+    out, # what `eval_fn` returned
+)->Score:
+    "Check what an evaluation returned. Raises TypeError if it is not numbers, ValueError for a wrong shape"
+    if not isinstance(out, tuple): return _score(out)
+    if len(out) != 2: raise TypeError(f"{_expected}; got a tuple of {len(out)}")
+    metric, objective = map(_score, out)
+    return replace(metric, objective=objective.value)
+
+# %% ../../nbs/measure/01_scores.ipynb #45db7c5b
 def check_functions(
     **fns, # name -> function of the model, as the user gave it
 ):
-    "Raises TypeError for what is no function"
+    "Raises TypeError for anything that cannot be called"
     for name, f in fns.items():
-        if not callable(f): raise TypeError(f"{name} is a function of the model; got {type(f).__name__}")
+        if callable(f): continue
+        kind = type(f).__name__
+        raise TypeError(f"{name} is a function of the model; got {kind}")
+
+# %% ../../nbs/measure/01_scores.ipynb #6b732cdf
+def _size(score:Score)->str:
+    "How many scores there are, in words"
+    if score.samples is None: return "one number"
+    if score.sizes is None: return f"{score.samples.size} scores"
+    return f"{score.sizes.sum()} scores in {score.samples.size} sequences"
+
+def _check_comparable(base:Score, other:Score):
+    "Raises ValueError if the samples are not the same, or only one has an objective"
+    if (base.objective is None) != (other.objective is None):
+        raise ValueError("eval_fn must return a pair, (metric, objective), each time or never")
+    same_samples = np.shape(base.samples) == np.shape(other.samples)
+    same_lengths = np.array_equal(base.sizes, other.sizes)
+    if not same_samples or not same_lengths:
+        sizes = f"{_size(base)} first and {_size(other)} later"
+        raise ValueError(f"eval_fn must return scores for the same samples each time; got {sizes}")
 
 # %% ../../nbs/measure/01_scores.ipynb #244fcfa0
 def compare(
@@ -82,29 +125,36 @@ def compare(
     higher_is_better=True, # direction of the metric
     n:int|None=None,       # had there been so many samples like these; None: those there are
 )->tuple:                  # delta, its standard error or None, its 95 % interval or None: see `why_no_ci`
-    "Damage from `base` to `other`, positive if worse. Raises ValueError if the samples are not the same, or only one has an objective"
-    if (base.objective is None) != (other.objective is None): raise ValueError("eval_fn must return a pair, (metric, objective), each time or never")
+    """Damage from `base` to `other`, positive if worse
+
+    Raises ValueError if the samples are not the same, or only one has an objective.
+    """
+    _check_comparable(base, other)
     sign = 1 if higher_is_better else -1
     delta = sign*(base.value - other.value)
-    if np.shape(base.samples) != np.shape(other.samples) or not np.array_equal(base.sizes, other.sizes):
-        raise ValueError(f"eval_fn must return scores for the same samples each time; got {_size(base)} first and {_size(other)} later")
     if base.samples is None: return delta, None, None
-    scores = (base.samples, other.samples) if higher_is_better else (other.samples, base.samples)
-    d, several = scores[0] - scores[1], base.samples.size > 1
+    before, after = base.samples, other.samples
+    if not higher_is_better: before, after = after, before
+    d = before - after
+    several = d.size > 1
     if several and not np.isfinite(d).all(): return delta, math.nan, (math.nan, math.nan)
-    stderr = float(d.std(ddof=1)/math.sqrt(n or d.size)) if several else None
-    if other is base: return 0., stderr, None if base.samples.size < 2 else (0., 0.)   # the same model, and not -0.0
-    return delta, stderr, paired_interval(*scores, n, base.sizes is not None)[0]
+    stderr = None
+    if several:
+        spread = d.std(ddof=1)
+        stderr = float(spread/math.sqrt(n or d.size))
+    if other is base:   # the same model, and not -0.0
+        ci = (0., 0.) if several else None
+        return 0., stderr, ci
+    ci, _ = paired_interval(before, after, n, means=base.sizes is not None)
+    return delta, stderr, ci
 
 def why_no_ci(
     base:Score,  # untouched model
     other:Score, # compressed model
 )->str|None:     # None if there is one
     "The reason why `compare` gives no interval"
-    if base.samples is None: return "eval_fn returns one number; a score for each sample, of which the metric is the mean, would give an interval"
-    return paired_interval(base.samples, other.samples, means=base.sizes is not None)[1]
-
-def _size(s:Score)->str:
-    "How many scores there are, in words"
-    if s.samples is None: return "one number"
-    return f"{s.samples.size} scores" if s.sizes is None else f"{s.sizes.sum()} scores in {s.samples.size} sequences"
+    if base.samples is None:
+        return ("eval_fn returns one number; a score for each sample, "
+                "of which the metric is the mean, would give an interval")
+    _, reason = paired_interval(base.samples, other.samples, means=base.sizes is not None)
+    return reason
