@@ -245,7 +245,7 @@ def _level_titles(self:SweepResult)->list: # of str
     method = self[0].compression_type
     return [level_text(method, level) for level in self.ladder]
 
-# %% ../../nbs/core/09_sweeps.ipynb #0ee63e45
+# %% ../../nbs/core/09_sweeps.ipynb #16179cc7
 @patch
 def _opening_lines(self:SweepResult, by:str)->list:
     "What was measured, what was chosen, and how it is ranked"
@@ -259,6 +259,7 @@ def _opening_lines(self:SweepResult, by:str)->list:
     lines.append(f"  ranked by the mean over the levels of the {what}")
     return lines
 
+# %% ../../nbs/core/09_sweeps.ipynb #0ee63e45
 @patch
 def _end_lines(self:SweepResult, by:str, top:int)->list:
     "The fragile and the robust layers"
