@@ -18,16 +18,24 @@ from ..core.checks import unknown_name
 from .grids import Grid, asymmetric_grid
 
 # %% ../../nbs/methods/03_observers.ipynb #430255e6
+def _ends(x:Tensor)->tuple:
+    "Smallest and largest value of `x`, as numbers"
+    lo, hi = x.detach().float().aminmax()
+    return lo.item(), hi.item()
+
 class MinMax:
     "Observer: from the smallest value seen to the largest"
     name = "minmax"
-    def __init__(self): self.lo, self.hi = torch.inf, -torch.inf
+    def __init__(self):
+        self.lo = torch.inf
+        self.hi = -torch.inf
     def update(self,
         x:Tensor, # activations, any floating dtype, finite, not empty
     ):
         "Look at `x`"
-        lo, hi = (v.item() for v in x.detach().float().aminmax())
-        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
+        lo, hi = _ends(x)
+        self.lo = min(self.lo, lo)
+        self.hi = max(self.hi, hi)
     def range(self,
         bits:int, # 2..16, of the grid that shall cover the range
     )->tuple:     # (lo, hi)
@@ -36,20 +44,31 @@ class MinMax:
     def __str__(self): return self.name
 
 # %% ../../nbs/methods/03_observers.ipynb #e052c62b
+def _is_number(x)->bool:
+    "Whether `x` is a real number; True and False are not"
+    return isinstance(x, Real) and not isinstance(x, bool)
+
 class MovingAverage(MinMax):
-    "Observer: exponential moving average of each call's smallest and largest value. Raises ValueError for a rate outside 0..1"
+    """Observer: exponential moving average of the smallest and largest value of each call
+
+    Raises ValueError for a rate that is not above 0 and up to 1."""
     name = "moving_average"
     def __init__(self,
         rate:float=.01, # share of the newest batch
     ):
-        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate <= 1: raise ValueError(f"rate is the share of the newest batch, above 0 and up to 1; got {rate!r}")
+        if not _is_number(rate) or not 0 < rate <= 1:
+            raise ValueError(f"rate is the share of the newest batch, above 0 and up to 1; got {rate!r}")
         super().__init__()
         self.rate = rate
     def update(self, x):
         "Move towards the extremes of `x`"
-        lo, hi = (v.item() for v in x.detach().float().aminmax())
-        first = self.lo > self.hi
-        self.lo, self.hi = (lo, hi) if first else (self.lo + self.rate*(lo - self.lo), self.hi + self.rate*(hi - self.hi))
+        lo, hi = _ends(x)
+        nothing_seen = self.lo > self.hi
+        if nothing_seen:
+            self.lo, self.hi = lo, hi
+        else:
+            self.lo += self.rate*(lo - self.lo)
+            self.hi += self.rate*(hi - self.hi)
     def __str__(self): return f"{self.name} {self.rate:g}"
 
 # %% ../../nbs/methods/03_observers.ipynb #896e77b4
@@ -58,93 +77,147 @@ class Histogram(MinMax):
     half = 8192
     def __init__(self):
         super().__init__()
-        self.exponent, self.bins = -200, torch.zeros(3, 2*self.half, dtype=torch.float64)   # all bins together reach from -2**exponent to 2**exponent
+        self.exponent = -200   # all bins together reach from -2**exponent to 2**exponent
+        self.bins = torch.zeros(3, 2*self.half, dtype=torch.float64)
     @property
-    def width(self)->float: return 2.**self.exponent/self.half
+    def width(self)->float:
+        "Width of each bin"
+        return 2.**self.exponent/self.half
     def update(self, x):
         "Add `x` to the bins"
         super().update(x)
-        if reach := max(-self.lo, self.hi): self.widen(math.frexp(reach)[1])   # zeros alone fit any bins
-        for part in x.detach().reshape(-1).split(2**20):   # bounds the memory for copies
-            v = part.cpu().double()
-            i = (v/self.width).floor().long() + self.half
-            self.bins += torch.stack([torch.bincount(i, v**k, 2*self.half) for k in range(3)])
+        reach = max(-self.lo, self.hi)
+        if reach:   # zeros alone fit any bins
+            _, exponent = math.frexp(reach)
+            self.widen(exponent)
+        for values in x.detach().reshape(-1).split(2**20):   # bounds the memory for copies
+            self._count(values.cpu().double())
+    def _count(self, values):
+        "Add `values`, float64 and within reach of the bins"
+        index = (values/self.width).floor().long() + self.half
+        sums = [torch.bincount(index, values**power, 2*self.half) for power in range(3)]
+        self.bins += torch.stack(sums)
     def widen(self,
         exponent:int, # the bins shall reach to `2**exponent`
     ):
         "Add up neighbouring bins until all of them reach far enough"
-        if (shift := exponent - self.exponent) <= 0: return
-        to = (torch.arange(-self.half, self.half) >> min(shift, 62)) + self.half
-        self.bins, self.exponent = torch.zeros_like(self.bins).index_add_(1, to, self.bins), exponent
+        doublings = exponent - self.exponent
+        if doublings <= 0: return
+        old = torch.arange(-self.half, self.half)
+        new = old >> min(doublings, 62)   # an int64 has no more bits to shift by
+        wider = torch.zeros_like(self.bins)
+        self.bins = wider.index_add_(1, new + self.half, self.bins)
+        self.exponent = exponent
 
 # %% ../../nbs/methods/03_observers.ipynb #8dc9b4bc
 class Percentile(Histogram):
-    "Observer: from the `100 - pct`-th percentile to the `pct`-th. Raises ValueError for a `pct` that is not above 50 and up to 100"
+    """Observer: from the `100 - pct`-th percentile to the `pct`-th
+
+    Raises ValueError for a `pct` that is not above 50 and up to 100."""
     name = "percentile"
     def __init__(self,
         pct:float=99.9, # percent of the values that are not above the range
     ):
-        if isinstance(pct, bool) or not isinstance(pct, Real) or not 50 < pct <= 100: raise ValueError(f"pct is a percentile above 50 and up to 100; got {pct!r}")
+        if not _is_number(pct) or not 50 < pct <= 100:
+            raise ValueError(f"pct is a percentile above 50 and up to 100; got {pct!r}")
         super().__init__()
         self.pct = pct
     def range(self, bits):
         "Percentiles of what was seen, the same for all `bits`"
-        seen = self.bins[0].cumsum(0)
-        low, high = (seen[-1]*share/100 for share in (100 - self.pct, self.pct))
-        first, last = torch.searchsorted(seen, low, right=True).item(), torch.searchsorted(seen, high).item()
-        return max(self.lo, (first - self.half)*self.width), min(self.hi, (last + 1 - self.half)*self.width)
+        up_to = self.bins[0].cumsum(0)   # how many values are in a bin or left of it
+        n = up_to[-1]
+        n_below = n*(100 - self.pct)/100
+        n_within = n*self.pct/100
+        first = torch.searchsorted(up_to, n_below, right=True).item()
+        last = torch.searchsorted(up_to, n_within).item()
+        left_edge = (first - self.half)*self.width
+        right_edge = (last + 1 - self.half)*self.width
+        return max(self.lo, left_edge), min(self.hi, right_edge)
     def __str__(self): return f"{self.name} {self.pct:g}"
 
-# %% ../../nbs/methods/03_observers.ipynb #4d5f0084
+# %% ../../nbs/methods/03_observers.ipynb #541b03cb
 def grid_error(
     bins:Tensor,  # count, sum and sum of squares `[3, bins]`, no empty ones
     grid:Grid,    # several candidates, as rows
 )->Tensor:        # at least the sum of squared errors, float64 `[rows]`
     "What rounding to each grid costs, if each bin rounds to one number"
     count, total, square = bins
-    scale, zero = grid.scale.double()[:, None], grid.zero[:, None]
-    g = (((total/count/scale).round() + zero).clamp(grid.low, grid.high) - zero)*scale
-    return (square - 2*g*total + count*g*g).clamp(min=0).sum(1)
+    scale = grid.scale.double()[:, None]
+    zero = grid.zero[:, None]
+    mean = total/count
+    q = (mean/scale).round() + zero
+    q = q.clamp(grid.low, grid.high)
+    g = (q - zero)*scale
+    error = square - 2*g*total + count*g*g
+    return error.clamp(min=0).sum(1)
 
+# %% ../../nbs/methods/03_observers.ipynb #ca33ff16
 def least_error(
     bins:Tensor,  # count, sum and sum of squares `[3, bins]`, no empty ones
     left:Tensor,  # left edge of each bin
     width:float,  # of the bins
     grid:Grid,    # one that spans all of them
 )->float:         # at most the sum of squared errors
-    "What rounding to `grid` costs at least: where a rounding edge runs through a bin, its values are close to half a step off"
-    scale, (count, total, square) = grid.scale.double(), bins
-    first, last = ((edge/scale).round() for edge in (left, left + width))
-    exact, g = (square - 2*first*scale*total + count*(first*scale)**2).clamp(min=0), (scale/2 - width).clamp(min=0)
-    return torch.where(first == last, exact, count*g*g).sum().item()
+    """What rounding to `grid` costs at least
+
+    Where a rounding edge runs through a bin, the values in it are close to half a step off."""
+    count, total, square = bins
+    scale = grid.scale.double()
+    first = (left/scale).round()
+    last = ((left + width)/scale).round()
+    g = first*scale
+    exact = square - 2*g*total + count*g**2
+    nearest = (scale/2 - width).clamp(min=0)   # no value of a bin with an edge in it is less than that off
+    bound = count*nearest*nearest
+    error = torch.where(first == last, exact.clamp(min=0), bound)
+    return error.sum().item()
+
+# %% ../../nbs/methods/03_observers.ipynb #4d5f0084
+def _search_range(
+    bins:Tensor,    # count, sum and sum of squares `[3, bins]`, no empty ones
+    full:Tensor,    # the widest range `[2]`
+    factors:Tensor, # what the ends are multiplied by, each tried `[n]`
+    bits:int,       # 2..16
+)->tuple:           # the range `[2]`, and its `grid_error`
+    "The range with the smallest `grid_error` that is found"
+    lo, hi = torch.eye(2, dtype=torch.bool)
+    best = full
+    for moving in (lo | hi, hi, lo, hi, lo, hi, lo):
+        tried = torch.where(moving, full*factors[:, None], best)
+        lows, highs = tried.T
+        errors = grid_error(bins, asymmetric_grid(lows, highs, bits))
+        best = tried[errors.argmin()]
+    return best, errors.min()
 
 # %% ../../nbs/methods/03_observers.ipynb #17840137
 class MSE(Histogram):
-    "Observer: the range with the smallest mean squared error at the given bits, as far as a search along both ends finds it"
+    """Observer: the range with the smallest mean squared error at the given bits
+
+    It is found by a search along both ends, which need not find the very best."""
     name = "mse"
     shrink = 2.**(-torch.arange(64.)/6)
     def range(self, bits):
-        "The best that a search finds, both ends together and then each in turn, or all that was seen"
-        full, factors = torch.tensor([min(self.lo, 0.), max(self.hi, 0.)]), self.shrink[:, None]
+        "The best range that a search finds, or all that was seen"
+        lo, hi = min(self.lo, 0.), max(self.hi, 0.)
         filled = self.bins[0] > 0
-        bins, left = self.bins[:, filled], (filled.nonzero()[:, 0] - self.half).double()*self.width
-        best, only_lo, only_hi = full, torch.tensor([True, False]), torch.tensor([False, True])
-        for ends in (only_lo | only_hi, *[only_hi, only_lo]*3):
-            tried = torch.where(ends, full*factors, best)
-            error = grid_error(bins, asymmetric_grid(*tried.T, bits))
-            best = tried[error.argmin()]
-        if error.min() < least_error(bins, left, self.width, asymmetric_grid(*full, bits)): return tuple(best.tolist())
+        bins = self.bins[:, filled]
+        index = filled.nonzero()[:, 0] - self.half
+        left = index.double()*self.width
+        best, error = _search_range(bins, torch.tensor([lo, hi]), self.shrink, bits)
+        if error < least_error(bins, left, self.width, asymmetric_grid(lo, hi, bits)):
+            return tuple(best.tolist())
         return self.lo, self.hi
 
 # %% ../../nbs/methods/03_observers.ipynb #57386818
 observers = {o.name: o for o in (MinMax, MovingAverage, Percentile, MSE)}
 
 def find_observer(
-    ranges,    # a name, with its number if it is not the usual one ("percentile 99"), or a function that returns a new observer
+    ranges,    # a name, with its number unless that is the usual one ("percentile 99"), or a function that makes one
 )->Callable:   # returns a new observer
     "The observer that is meant. Raises ValueError for an unknown name"
     if callable(ranges): return ranges
     name, _, number = str(ranges).partition(" ")
     if name in observers and not number: return observers[name]
     if name in (MovingAverage.name, Percentile.name): return partial(observers[name], float(number))
-    raise ValueError(unknown_name(ranges, observers, "quant_ranges").args[0])
+    error = unknown_name(ranges, observers, "quant_ranges")
+    raise ValueError(error.args[0])
