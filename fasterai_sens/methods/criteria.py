@@ -23,15 +23,18 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.keeping import casts_not_kept
-from ..core.signals import not_inference, under
-from ..core.state import leave_no_trace
 from ..core.checks import unknown_name
 from ..core.inputs import batches, call, logits_of
+from ..core.keeping import casts_not_kept
 from ..core.layers import Unit, convs, filters_first, transposed_convs
+from ..core.signals import not_inference, under
+from ..core.state import leave_no_trace
 
 # %% ../../nbs/methods/00_criteria.ipynb #94b0eae7
-INITIAL, PREVIOUS, NORMS, GRADIENTS = "initial weights", "previous weights", "input norms", "gradients"
+INITIAL = "initial weights"
+PREVIOUS = "previous weights"
+NORMS = "input norms"
+GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Criterion:
@@ -42,41 +45,59 @@ class Criterion:
     refs:Mapping|None=None    # parameter name -> reference, shaped like the parameter
     loss:Callable|None=None   # (output, target) -> scalar, for criteria that need gradients
     def __repr__(self): return self.name
+    def how_to(self)->str:
+        "How to provide the reference"
+        if self.needs in (INITIAL, PREVIOUS): how = f"them: criteria={self.name}.since(state_dict)"
+        else: how = "calibration_data"
+        return f"{self.name} needs {self.needs}; give {how}"
     def missing(self, unit:Unit)->str|None:
         "Why `unit` has no scores, or None"
         if not self.needs: return None
         if self.refs is None: return self.how_to()
-        if self.refs.get(unit.path) is None: return f"{self.name} has no {self.needs} for this layer (it was not seen as a module in the data)"
-        return None
-    def how_to(self)->str:
-        "How to provide the reference"
-        how = f"them: criteria={self.name}.since(state_dict)" if self.needs in (INITIAL, PREVIOUS) else "calibration_data"
-        return f"{self.name} needs {self.needs}; give {how}"
+        if self.refs.get(unit.path) is not None: return None
+        return f"{self.name} has no {self.needs} for this layer (it was not seen as a module in the data)"
 
-# %% ../../nbs/methods/00_criteria.ipynb #358ec601
+# %% ../../nbs/methods/00_criteria.ipynb #1dc07303
+def _find_reference(criterion:Criterion, unit:Unit):
+    "What the weights of `unit` are compared with, laid out as its `filters`; None if there is nothing"
+    if not criterion.needs: return None
+    ref = criterion.refs[unit.path]
+    if not isinstance(ref, Tensor): return ref
+    shape, expected = tuple(ref.shape), tuple(unit.weight.shape)
+    if shape != expected:
+        raise ValueError(f"{criterion.needs} of {unit.name!r} have shape {shape}, its weight {expected}")
+    ref = ref.detach().to(unit.weight.device)
+    return filters_first(unit.module, ref.float())
+
 @patch
 def __call__(self:Criterion,
     unit:Unit, # whose weights to score
 )->Tensor:     # `[out, in, *kernel]`, float32
     "Scores of the weights of `unit`. Raises ValueError if the reference is missing or of another shape"
-    if self.missing(unit): raise ValueError(self.missing(unit))
-    ref = self.refs[unit.path] if self.needs else None
-    if isinstance(ref, Tensor):
-        if ref.shape != unit.weight.shape: raise ValueError(f"{self.needs} of {unit.name!r} have shape {tuple(ref.shape)}, its weight {tuple(unit.weight.shape)}")
-        ref = filters_first(unit.module, ref.detach().to(unit.weight.device).float())
-    scores = self.score(unit.filters.float(), ref)
-    if not isinstance(scores, Tensor): raise TypeError(f"{self.name} must return scores as a tensor; got {type(scores).__name__}")
-    if scores.shape != unit.filters.shape: raise ValueError(f"{self.name} must return a score for each weight, shape {tuple(unit.filters.shape)}; got shape {tuple(scores.shape)}")
+    why = self.missing(unit)
+    if why: raise ValueError(why)
+    weights = unit.filters.float()
+    scores = self.score(weights, _find_reference(self, unit))
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"{self.name} must return scores as a tensor; got {type(scores).__name__}")
+    shape, expected = tuple(scores.shape), tuple(weights.shape)
+    if shape != expected:
+        raise ValueError(f"{self.name} must return a score for each weight, shape {expected}; got shape {shape}")
     return scores
 
+# %% ../../nbs/methods/00_criteria.ipynb #bd490f22
 @patch
 def since(self:Criterion,
     weights, # a state_dict, or a model
 )->Criterion:
     "The same criterion, comparing with `weights`"
     if isinstance(weights, nn.Module): weights = dict(weights.named_parameters(remove_duplicate=False))
-    if not isinstance(weights, Mapping): raise TypeError(f"since takes a state_dict or a model; got {type(weights).__name__}")
-    return replace(self, refs={k: v.detach().clone() for k, v in weights.items() if isinstance(v, Tensor)})
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"since takes a state_dict or a model; got {type(weights).__name__}")
+    refs = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor): refs[name] = value.detach().clone()
+    return replace(self, refs=refs)
 
 # %% ../../nbs/methods/00_criteria.ipynb #7b05a845
 def _abs(w, ref): return w.abs()
@@ -92,10 +113,14 @@ squared_final = Criterion("squared_final", _square)
 class Seeds:
     "A seed for each name"
     seed:int=0
-    def get(self, name:str): return zlib.crc32(name.encode()) + self.seed
+    def get(self, name:str)->int:
+        "The seed that belongs to `name`"
+        return zlib.crc32(name.encode()) + self.seed
     __getitem__ = get
 
-def _random(w, seed): return torch.rand(w.shape, generator=torch.Generator().manual_seed(seed)).to(w.device)
+def _random(w, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(w.shape, generator=generator).to(w.device)
 
 def seeded(
     seed:int, # any integer
@@ -130,28 +155,68 @@ def _wanda(w, norm): return w.abs()*norm
 
 def _channel_energy(x:Tensor, axis:int)->Tensor:
     "Sum of squares of each channel"
-    return x.detach().double().square().movedim(axis, 0).flatten(1).sum(1)
+    squares = x.detach().double().square()
+    return squares.movedim(axis, 0).flatten(1).sum(1)
 
 def _spread(unit:Unit, energy:Tensor)->Tensor:
     "Norm of each input channel, spread over a tensor shaped like the weight"
-    f = unit.filters
-    groups = energy.numel()//f.shape[1]
-    per_output = energy.sqrt().float().view(groups, -1).repeat_interleave(f.shape[0]//groups, 0)
-    return filters_first(unit.module, per_output.view(*f.shape[:2], *[1]*(f.dim()-2)).expand_as(f))
+    filters = unit.filters
+    n_out, n_in, *kernel = filters.shape
+    n_groups = energy.numel()//n_in
+    norms = energy.sqrt().float().view(n_groups, n_in)
+    per_output = norms.repeat_interleave(n_out//n_groups, dim=0)
+    for _ in kernel: per_output = per_output.unsqueeze(-1)
+    return filters_first(unit.module, per_output.expand_as(filters))
 
 # %% ../../nbs/methods/00_criteria.ipynb #97321e9f
-def _seen(module:nn.Module, attr:str, args:tuple, kwargs:dict)->list:
+def _find_inputs(module:nn.Module, attr:str, args:tuple, kwargs:dict)->list:
     "The inputs that `attr` of `module` is multiplied with, one or three"
-    if not isinstance(module, nn.MultiheadAttention): return [args[0] if args else next(iter(kwargs.values()))]
-    qkv = [args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value"))]
-    return qkv if attr == "in_proj_weight" else [qkv["qkv".index(attr[0])]]
+    if not isinstance(module, nn.MultiheadAttention):
+        return [args[0]] if args else [next(iter(kwargs.values()))]
+    names = "query", "key", "value"
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if attr == "in_proj_weight": return [given[name] for name in names]
+    mine = next(name for name in names if name[0] == attr[0])   # such as "q_proj_weight"
+    return [given[mine]]
 
 def _channel_axis(module:nn.Module, x:Tensor)->int:
     "Where the input channels are"
     if not isinstance(module, (*convs, *transposed_convs)): return x.dim()-1
     return x.dim() - len(module.kernel_size) - 1
 
-# %% ../../nbs/methods/00_criteria.ipynb #02332619
+def _spread_norms(unit:Unit, energies:list)->Tensor:
+    "Input norms shaped like the weight, for one input or for query, key and value"
+    if len(energies) == 1: return _spread(unit, energies[0])
+    rows = unit.weight.shape[0]//len(energies)
+    parts = [energy.sqrt().float().expand(rows, -1) for energy in energies]
+    return torch.cat(parts)
+
+# %% ../../nbs/methods/00_criteria.ipynb #ec0ac901
+def _watch_inputs(unit:Unit, module:nn.Module)->dict:
+    "Input number -> sum of squares of each channel; filled by a hook whenever `module` runs"
+    energy = defaultdict(float)
+    def add(_, args, kwargs):
+        inputs = _find_inputs(module, unit.attr, args, kwargs)
+        for i, x in enumerate(inputs): energy[i] += _channel_energy(x, _channel_axis(module, x))
+    module.register_forward_pre_hook(add, with_kwargs=True)
+    return energy
+
+def _turn(unit:Unit, module:nn.Module, t:Tensor)->Tensor:
+    "Turn `t`, laid out like the weight in `module`, the way round of the weight of `unit`"
+    held = getattr(module, unit.attr)
+    return t if held.stride() == unit.weight.stride() else t.t()
+
+def _join_norms(unit:Unit, energies:dict)->Tensor:
+    "Input norms of `unit` over all its modules, from what `_watch_inputs` has collected for each"
+    total = 0
+    for module, energy in energies.items():
+        if not energy: continue
+        alone = replace(unit, modules=(module,))
+        norms = _spread_norms(alone, list(energy.values()))
+        total = total + _turn(unit, module, norms).square()
+    return total.sqrt()
+
+# %% ../../nbs/methods/00_criteria.ipynb #25cbf297
 def collect_norms(
     model:nn.Module, # model to run
     units:list,      # units to observe
@@ -160,28 +225,15 @@ def collect_norms(
     loss=None,       # not used
 )->dict:             # parameter name -> input norms, shaped like the parameter
     "Norm of every input channel of every unit that is reached, in one pass"
-    energy = defaultdict(float)
-    def watch(unit, module):
-        def hook(_, args, kwargs):
-            for i, x in enumerate(_seen(module, unit.attr, args, kwargs)): energy[unit, module, i] += _channel_energy(x, _channel_axis(module, x))
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+    device = units[0].weight.device
+    energies = {}   # unit -> module -> what its hook has added up
     with leave_no_trace(model, weights=()), torch.no_grad():
         model.eval()
-        for u in units:
-            for m in u.modules: watch(u, m)
-        for inputs, _ in batches(data, sample, units[0].weight.device): call(model, inputs)
-    seen = {u: {m: [e for (v, n, _), e in energy.items() if v is u and n is m] for m in u.modules} for u in units}
-    return {u.path: sum(_turned(u, m, _norms(replace(u, modules=(m,)), es)).square() for m, es in at.items() if es).sqrt() for u, at in seen.items() if any(at.values())}
-
-def _turned(unit:Unit, module:nn.Module, t:Tensor)->Tensor:
-    "`t`, shaped like the weight in `module`, the way round of the unit's: a tied weight may be held transposed"
-    return t if getattr(module, unit.attr).stride() == unit.weight.stride() else t.t()
-
-# %% ../../nbs/methods/00_criteria.ipynb #ec0ac901
-def _norms(unit:Unit, energies:list)->Tensor:
-    "Input norms shaped like the weight, for one input or for query, key and value"
-    if len(energies) == 1: return _spread(unit, energies[0])
-    return torch.cat([e.sqrt().float().expand(unit.weight.shape[0]//len(energies), -1) for e in energies])
+        for unit in units:
+            energies[unit] = {module: _watch_inputs(unit, module) for module in unit.modules}
+        for inputs, _ in batches(data, sample, device): call(model, inputs)
+    reached = [unit for unit in units if any(energies[unit].values())]
+    return {unit.path: _join_norms(unit, energies[unit]) for unit in reached}
 
 # %% ../../nbs/methods/00_criteria.ipynb #8f39614b
 def _taylor(w, g2): return w.square()*g2
@@ -190,7 +242,9 @@ def default_loss(
     out,    # what the model returned
     target, # what came with the batch
 )->Tensor:  # scalar
-    "Loss for common outputs: the model's own, cross-entropy for class numbers, mean squared error otherwise. Raises ValueError without targets"
+    """Loss for common outputs: the model's own, cross-entropy for class numbers, mean squared error otherwise
+
+    Raises ValueError without targets."""
     own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if own is not None: return own
     if target is None: raise ValueError("taylor needs targets: give calibration_data as batches of (input, target)")
@@ -200,16 +254,38 @@ def default_loss(
     if out.shape[:-1] == target.shape: return F.cross_entropy(out.flatten(0, -2), target.flatten())
     return F.cross_entropy(out, target)
 
-# %% ../../nbs/methods/00_criteria.ipynb #969ba5a9
+# %% ../../nbs/methods/00_criteria.ipynb #87e9505a
 def with_labels(
     model:nn.Module, # any model
     inputs,          # tensor, tuple or dict of model inputs
     target,          # what came with them, or None
 ):                   # the same inputs; with the labels if the model computes its own loss
-    "What a Hugging Face model needs to return its own loss, which knows how to shift and to mask"
-    own = isinstance(inputs, Mapping) and target is not None and "labels" in signature(model.forward).parameters
-    return {**inputs, "labels": target} if own else inputs
+    "What a Hugging Face model needs to return its own loss"
+    if target is None or not isinstance(inputs, Mapping): return inputs
+    if "labels" not in signature(model.forward).parameters: return inputs
+    return {**inputs, "labels": target}
 
+# %% ../../nbs/methods/00_criteria.ipynb #96af38fa
+def _held_weights(units:list)->list:
+    "`(unit, module, parameter)` for each parameter that holds the weight of a unit, each parameter once"
+    held = {}
+    for unit in units:
+        for module in unit.modules:
+            weight = getattr(module, unit.attr)
+            held[id(weight)] = unit, module, weight
+    return list(held.values())
+
+def _unit_gradients(loss:Tensor, held:list)->dict:
+    "Parameter name -> gradient of `loss`, for the weights that it depends on"
+    weights = [weight for _, _, weight in held]
+    found = torch.autograd.grad(loss, weights, allow_unused=True)
+    total = defaultdict(int)
+    for (unit, module, _), gradient in zip(held, found, strict=True):
+        if gradient is None: continue
+        total[unit.path] = total[unit.path] + _turn(unit, module, gradient.float())
+    return total
+
+# %% ../../nbs/methods/00_criteria.ipynb #374c8f02
 @under(not_inference)
 def collect_gradients(
     model:nn.Module, # model to run
@@ -219,26 +295,35 @@ def collect_gradients(
     loss=None,       # (output, target) -> scalar; None: `default_loss`
 )->dict:             # parameter name -> mean squared gradient, shaped like the parameter
     "Squared gradient of every unit's weight, averaged over the batches"
-    total, n = {u.path: torch.zeros_like(u.weight, dtype=torch.float32) for u in units}, 0
+    device = units[0].weight.device
+    total = {unit.path: torch.zeros_like(unit.weight, dtype=torch.float32) for unit in units}
+    n = 0
     with leave_no_trace(model, weights=()), casts_not_kept(), torch.enable_grad():
         model.eval().requires_grad_(False)
-        held = {id(w): (u, m, w.requires_grad_()) for u in units for m in u.modules for w in [getattr(m, u.attr)]}
-        for inputs, target in batches(data, sample, units[0].weight.device):
-            out, grad = call(model, inputs if loss else with_labels(model, inputs, target)), dict.fromkeys(total, 0)
-            grads = torch.autograd.grad((loss or default_loss)(out, target), [w for _, _, w in held.values()], allow_unused=True)
-            for (u, m, _), g in zip(held.values(), grads, strict=True): grad[u.path] = grad[u.path] + (0 if g is None else _turned(u, m, g.float()))
-            for path in total: total[path] += grad[path]*grad[path]
+        held = _held_weights(units)
+        for _, _, weight in held: weight.requires_grad_()
+        for inputs, target in batches(data, sample, device):
+            if not loss: inputs = with_labels(model, inputs, target)
+            out = call(model, inputs)
+            value = loss(out, target) if loss else default_loss(out, target)
+            gradients = _unit_gradients(value, held)
+            for path, gradient in gradients.items(): total[path] += gradient*gradient
             n += 1
-    return {k: v/n for k, v in total.items()}
+    return {path: squares/n for path, squares in total.items()}
 
 # %% ../../nbs/methods/00_criteria.ipynb #7683d699
 wanda  = Criterion("wanda", _wanda, NORMS)
 taylor = Criterion("taylor", _taylor, GRADIENTS)
 collectors = {NORMS: collect_norms, GRADIENTS: collect_gradients}
-criteria = {c.name: c for c in (large_final, small_final, squared_final, random, large_init, small_init, large_init_large_final,
-    small_init_small_final, magnitude_increase, movement, updating_magnitude_increase, updating_movement, updating_movmag, taylor, wanda)}
+criteria = {c.name: c for c in (
+    large_final, small_final, squared_final, random,
+    large_init, small_init, large_init_large_final, small_init_small_final,
+    magnitude_increase, movement,
+    updating_magnitude_increase, updating_movement, updating_movmag,
+    taylor, wanda,
+)}
 
-# %% ../../nbs/methods/00_criteria.ipynb #0faf4913
+# %% ../../nbs/methods/00_criteria.ipynb #174c1381
 def _plain(f, w, ref): return f(w)
 
 def as_criterion(
@@ -246,8 +331,12 @@ def as_criterion(
 )->Criterion:
     "A `Criterion`. Raises TypeError for anything else"
     if isinstance(x, Criterion): return x
-    if callable(x): return Criterion(getattr(x, "__name__", "custom"), partial(_plain, x))
-    raise TypeError(f"criteria is one of {', '.join(criteria)}, the object and not its name, or a function from weight to scores; got {x!r}")
+    if callable(x):
+        name = getattr(x, "__name__", "custom")
+        return Criterion(name, partial(_plain, x))
+    raise TypeError(
+        f"criteria is one of {', '.join(criteria)}, the object and not its name, "
+        f"or a function from weight to scores; got {x!r}")
 
 def bind(
     criterion,       # a `Criterion` or function
@@ -260,7 +349,9 @@ def bind(
     c = as_criterion(criterion)
     if not c.needs or c.refs is not None: return c
     if c.needs in (INITIAL, PREVIOUS) or data is None: raise ValueError(c.how_to())
-    return replace(c, refs=collectors[c.needs](model, units, data, sample, c.loss))
+    collect = collectors[c.needs]
+    refs = collect(model, units, data, sample, c.loss)
+    return replace(c, refs=refs)
 
 # %% ../../nbs/methods/00_criteria.ipynb #dcf65205
 granularities = ("weight", "row", "column", "kernel", "channel", "filter", "layer")
@@ -271,9 +362,19 @@ def block_axes(
 )->tuple:            # axes over which a block extends
     "The axes that lie inside one block"
     kernel = tuple(range(2, ndim))
-    flat = ndim == 2
-    return dict(weight=(), kernel=kernel, channel=(1,), filter=(1, *kernel), layer=tuple(range(ndim)),
-                row=(1,) if flat else kernel[-1:], column=(0,) if flat else kernel[-2:-1])[granularity]
+    is_matrix = ndim == 2
+    if is_matrix: row, column = (1,), (0,)
+    else: row, column = kernel[-1:], kernel[-2:-1]
+    axes = dict(
+        weight=(),
+        row=row,
+        column=column,
+        kernel=kernel,
+        channel=(1,),
+        filter=(1, *kernel),
+        layer=tuple(range(ndim)),
+    )
+    return axes[granularity]
 
 def block_scores(
     scores:Tensor,   # `[out, in, *kernel]`
@@ -281,7 +382,8 @@ def block_scores(
 )->Tensor:           # the same with the axes inside a block reduced to length 1
     "Mean score of each block"
     axes = block_axes(granularity, scores.dim())
-    return scores.mean(axes, keepdim=True) if axes else scores
+    if not axes: return scores
+    return scores.mean(axes, keepdim=True)
 
 # %% ../../nbs/methods/00_criteria.ipynb #76685dea
 def parse_nm(
@@ -291,13 +393,15 @@ def parse_nm(
     found = re.fullmatch(r"(\d+):(\d+)", granularity)
     if not found: return None
     n, m = map(int, found.groups())
-    if not 0 < n < m: raise ValueError(f"an n:m pattern keeps n of every m weights, with 0 < n < m; got {granularity!r}")
+    if not 0 < n < m:
+        raise ValueError(f"an n:m pattern keeps n of every m weights, with 0 < n < m; got {granularity!r}")
     return n, m
 
 def check_granularity(
     granularity, # what the user gave
 )->str:
     "A known granularity or n:m pattern. Raises ValueError for anything else"
-    if isinstance(granularity, str) and (granularity in granularities or parse_nm(granularity)): return granularity
-    near = unknown_name(granularity, (*granularities, "2:4"), "granularity").args[0]
-    raise ValueError(near)
+    if isinstance(granularity, str):
+        if granularity in granularities or parse_nm(granularity): return granularity
+    error = unknown_name(granularity, (*granularities, "2:4"), "granularity")
+    raise ValueError(error.args[0])
