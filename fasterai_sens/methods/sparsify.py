@@ -16,11 +16,11 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.keeping import forget_casts
-from ..core.protocol import Perturbation, method
 from ..core.checks import check_pct, format_table
-from ..core.plans import LayerTargets, check_method
+from ..core.keeping import forget_casts
 from ..core.layers import Unit, filters_first, find_units, target_units
+from ..core.plans import LayerTargets, check_method
+from ..core.protocol import Perturbation, method
 from fasterai_sens.methods.criteria import (
     INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final,
     parse_nm
@@ -35,23 +35,29 @@ def n_dropped(
     share = n*pct/100
     return int(share + 1e-9 + 1e-12*share)   # 29 % of 100 is 29, which floating point makes 28.999
 
+# %% ../../nbs/methods/01_sparsify.ipynb #b97bd7f5
+def _find_kth_smallest(flat:Tensor, k:int)->float:
+    "The k-th smallest score; on a CPU, NumPy's partition is several times faster than `kthvalue`"
+    if flat.is_cuda or flat.device.type == "mps": return flat.kthvalue(k).values
+    ordered = np.partition(flat.numpy(), k-1)
+    return float(ordered[k-1])
+
 def keep_mask(
     score:Tensor, # importance of each block, any shape
     pct:float,    # percent to drop, 0..100
 )->Tensor:        # bool, True where the block stays, same shape
     "Mask that drops exactly the least important `pct` percent; of equal scores those at the front go first"
-    k, flat = n_dropped(score.numel(), pct), score.flatten().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    n = score.numel()
+    k = n_dropped(n, pct)
     if k == 0: return torch.ones_like(score, dtype=torch.bool)
-    cut = _kth_smallest(flat, k)
+    flat = score.flatten().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    cut = _find_kth_smallest(flat, k)
     keep = flat > cut
-    tied = flat.numel() - k - int(keep.sum())   # of those equal to the cut, this many stay
-    if tied: keep[(flat == cut).nonzero().flatten()[-tied:]] = True
+    n_tied = n - k - int(keep.sum())   # of those equal to the cut, this many stay
+    if n_tied:
+        tied = (flat == cut).nonzero().flatten()
+        keep[tied[-n_tied:]] = True
     return keep.view(score.shape)
-
-def _kth_smallest(flat:Tensor, k:int)->float:
-    "The k-th smallest score; on a CPU, NumPy's partition is several times faster than `kthvalue`"
-    if flat.is_cuda or flat.device.type == "mps": return flat.kthvalue(k).values
-    return float(np.partition(flat.numpy(), k-1)[k-1])
 
 # %% ../../nbs/methods/01_sparsify.ipynb #08c87ade
 def nm_mask(
@@ -62,7 +68,9 @@ def nm_mask(
     "Mask that drops the `drop` least important of every `m` weights along the inputs"
     groups = score.movedim(1, -1).unflatten(-1, (-1, m))
     order = groups.argsort(dim=-1, stable=True)
-    keep = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, order[..., :drop], False)
+    lowest = order[..., :drop]
+    keep = torch.ones_like(groups, dtype=torch.bool)
+    keep.scatter_(-1, lowest, False)
     return keep.flatten(-2).movedim(-1, 1)
 
 # %% ../../nbs/methods/01_sparsify.ipynb #cb75de32
@@ -70,12 +78,15 @@ def unit_scores(
     unit:Unit,           # what to score
     granularity:str,     # block size
     criteria:Criterion,  # bound to the model
-)->Tensor:               # one score a block; -inf for blocks that are zero already
+)->Tensor:               # one score for each block; -inf for blocks that are zero already
     "Scores of the blocks of `unit`"
-    zero, axes = unit.filters == 0, block_axes(granularity, unit.filters.dim())
-    if axes: zero = zero.all(axes, keepdim=True) if len(axes) == 1 else zero.float().amin(axes, keepdim=True).bool()
-    return block_scores(criteria(unit), granularity).masked_fill(zero, -torch.inf)
+    is_zero = unit.filters == 0
+    axes = block_axes(granularity, is_zero.dim())
+    if axes: is_zero = is_zero.all(axes, keepdim=True)
+    scores = block_scores(criteria(unit), granularity)
+    return scores.masked_fill(is_zero, -torch.inf)
 
+# %% ../../nbs/methods/01_sparsify.ipynb #215ae3db
 def sparsity_mask(
     unit:Unit,            # what to compress
     pct:float,            # percent to drop, 0..100
@@ -83,10 +94,16 @@ def sparsity_mask(
     criteria=large_final, # bound to the model
 )->Tensor:                # bool, True where the weight stays, shaped like the weight
     "Which weights of `unit` stay at `pct` percent sparsity"
-    nm = parse_nm(granularity)
-    score = unit_scores(unit, "weight" if nm else granularity, criteria)
-    mask = nm_mask(score, min(n_dropped(nm[1], pct), nm[1]-nm[0]), nm[1]) if nm else keep_mask(score, pct)
-    return filters_first(unit.module, mask.expand(unit.filters.shape))
+    pattern = parse_nm(granularity)
+    if pattern:
+        n, m = pattern
+        drop = min(n_dropped(m, pct), m - n)
+        score = unit_scores(unit, "weight", criteria)
+        keep = nm_mask(score, drop, m)
+    else:
+        score = unit_scores(unit, granularity, criteria)
+        keep = keep_mask(score, pct)
+    return filters_first(unit.module, keep.expand(unit.filters.shape))
 
 # %% ../../nbs/methods/01_sparsify.ipynb #3fecdc1b
 def drop_weights(
@@ -97,8 +114,10 @@ def drop_weights(
     "Set to zero what `keep` drops; if it drops whole filters, their bias too"
     unit.weight.data.masked_fill_(~keep, 0)
     if granularity != "filter": return
-    gone = ~filters_first(unit.module, keep).flatten(1).any(1)
-    for bias, mine in unit.biases: bias.data[mine].masked_fill_(gone.to(bias.device), 0)
+    filters = filters_first(unit.module, keep).flatten(1)
+    gone = ~filters.any(1)
+    for bias, mine in unit.biases:
+        bias.data[mine].masked_fill_(gone.to(bias.device), 0)
 
 # %% ../../nbs/methods/01_sparsify.ipynb #305ce3e7
 def obstacle(
@@ -107,8 +126,11 @@ def obstacle(
     criteria:Criterion, # bound to the model
 )->str|None:            # reason, or None
     "Why `unit` cannot be made sparse in this way at any level"
-    nm, n_in = parse_nm(granularity), unit.filters.shape[1]
-    if nm and n_in % nm[1]: return f"{granularity} needs inputs in multiples of {nm[1]}; this layer has {n_in}"
+    pattern = parse_nm(granularity)
+    if pattern:
+        _, m = pattern
+        n_in = unit.filters.shape[1]
+        if n_in % m: return f"{granularity} needs inputs in multiples of {m}; this layer has {n_in}"
     return criteria.missing(unit)
 
 def full_level(
@@ -116,9 +138,13 @@ def full_level(
     granularity:str, # block size, or an n:m pattern
 )->float:            # percent: 50 or what the pattern comes to, if None was given
     "The level in percent. Raises ValueError for one that an n:m pattern cannot reach"
-    nm = parse_nm(granularity)
-    most = 100*(1 - nm[0]/nm[1]) if nm else 100.
-    if pct is None: return most if nm else 50.
+    pattern = parse_nm(granularity)
+    if pattern:
+        n, m = pattern
+        most = usual = 100*(1 - n/m)
+    else:
+        most, usual = 100., 50.
+    if pct is None: return usual
     if pct > most + 1e-9: raise ValueError(f"{granularity} comes to {most:g} % sparsity; got {pct:g} %")
     return float(pct)
 
@@ -135,34 +161,50 @@ class Sparse(Perturbation):
     def __post_init__(self):
         default = full_level(None, check_granularity(self.granularity))
         pct = default if self.pct is None else check_pct(self.pct)
-        if parse_nm(self.granularity) and pct != default: raise ValueError(f"{self.granularity} comes to {default:g} % sparsity; got {pct:g} %")
-        object.__setattr__(self, "pct", pct)
+        if parse_nm(self.granularity) and pct != default:
+            raise ValueError(f"{self.granularity} comes to {default:g} % sparsity; got {pct:g} %")
+        object.__setattr__(self, "pct", pct)   # the class is frozen
         object.__setattr__(self, "criteria", as_criterion(self.criteria))
     @classmethod
-    def configure(cls, *, model, units, granularity="weight", criteria=large_final, calibration_data=None, sample=None):
+    def configure(cls, *,
+        model,                # model whose layers are made sparse
+        units,                # all units that are to be measured
+        granularity="weight", # block size, or an n:m pattern
+        criteria=large_final, # a `Criterion`, or a function from weight to scores
+        calibration_data=None, # for criteria that use data
+        sample=None,          # one example input, to tell inputs from targets
+    ):
         "Fetch what the criterion needs, for all `units`"
-        return partial(cls, granularity=check_granularity(granularity), criteria=bind(criteria, model, units, calibration_data, sample))
+        granularity = check_granularity(granularity)
+        bound = bind(criteria, model, units, calibration_data, sample)
+        return partial(cls, granularity=granularity, criteria=bound)
     @classmethod
-    def default_levels(cls, *, granularity="weight"): return (None,) if parse_nm(granularity) else super().default_levels()
+    def default_levels(cls, *, granularity="weight"):
+        "The one level that an n:m pattern has, or the usual ones"
+        if parse_nm(granularity): return (None,)
+        return super().default_levels()
     @property
     def level(self): return self.pct
     @property
     def settings(self): return dict(granularity=self.granularity, criteria=self.criteria.name)
 
-# %% ../../nbs/methods/01_sparsify.ipynb #cbd93598
+# %% ../../nbs/methods/01_sparsify.ipynb #3ea7986d
 @patch
 def refusal(self:Sparse, unit):
     "Why `unit` cannot be made sparse at this level, or None"
     why = obstacle(unit, self.granularity, self.criteria)
     if why or parse_nm(self.granularity) or not self.pct: return why
-    f = unit.filters
-    blocks = block_scores(f, self.granularity).numel()
-    return None if n_dropped(blocks, self.pct) else f"{self.pct:g} % of {blocks} {self.granularity} block{'s'*(blocks > 1)} is none; use a higher level or a finer granularity"
+    n_blocks = block_scores(unit.filters, self.granularity).numel()
+    if n_dropped(n_blocks, self.pct): return None
+    noun = "block" if n_blocks == 1 else "blocks"
+    return (f"{self.pct:g} % of {n_blocks} {self.granularity} {noun} is none; "
+            "use a higher level or a finer granularity")
 
 @patch
 def change(self:Sparse, model, unit):
     "Set the least important weights of `unit` to zero"
-    drop_weights(unit, sparsity_mask(unit, self.pct, self.granularity, self.criteria), self.granularity)
+    keep = sparsity_mask(unit, self.pct, self.granularity, self.criteria)
+    drop_weights(unit, keep, self.granularity)
 
 # %% ../../nbs/methods/01_sparsify.ipynb #6acdc042
 def check_context(
@@ -171,21 +213,39 @@ def check_context(
 )->tuple:            # both
     "A granularity and a context that go together. Raises ValueError if they do not"
     if context not in ("local", "global"): raise ValueError(f"context is 'local' or 'global'; got {context!r}")
-    if context == "global" and parse_nm(check_granularity(granularity)): raise ValueError(f"{granularity} is the same in every layer; use context='local'")
-    return check_granularity(granularity), context
+    granularity = check_granularity(granularity)
+    if context == "global" and parse_nm(granularity):
+        raise ValueError(f"{granularity} is the same in every layer; use context='local'")
+    return granularity, context
+
+# %% ../../nbs/methods/01_sparsify.ipynb #b859a25a
+def _check_level(
+    pct,             # what the user gave
+    what:str,        # name for the message
+    granularity:str, # block size, or an n:m pattern
+    computed=False,  # whether the number comes from a formula
+)->float:            # percent
+    "A level that `granularity` can reach"
+    return full_level(check_pct(pct, what, computed=computed), granularity)
 
 def check_sparsity(
     sparsity,        # percent, or layer name -> percent
     granularity:str, # block size, or an n:m pattern
     context:str,     # "local" or "global"
 ):                   # float, or `LayerTargets`
-    "What is asked of a model, before there is one. Raises ValueError for a level that makes no sense, or targets for another method"
-    if not isinstance(sparsity, Mapping): return full_level(check_pct(sparsity, "sparsity"), granularity)
-    if context == "global": raise ValueError("targets for each layer and one global ranking exclude each other; use context='local'")
-    unit, computed = getattr(sparsity, "unit", "percent"), isinstance(sparsity, LayerTargets)
+    """What is asked of a model, checked before there is one
+
+    Raises ValueError for a level that makes no sense, or targets for another method."""
+    if not isinstance(sparsity, Mapping): return _check_level(sparsity, "sparsity", granularity)
+    if context == "global":
+        raise ValueError("targets for each layer and one global ranking exclude each other; use context='local'")
+    unit = getattr(sparsity, "unit", "percent")
     if unit != "percent": raise ValueError(f"sparsity is in percent; these targets are in {unit}")
     check_method(sparsity, "sparsity")
-    levels = {n: full_level(check_pct(p, f"target of {n!r}", computed=computed), granularity) for n, p in sparsity.items()}
+    levels = {}
+    for name, pct in sparsity.items():
+        computed = isinstance(sparsity, LayerTargets)
+        levels[name] = _check_level(pct, f"target of {name!r}", granularity, computed)
     return LayerTargets(levels, method="sparsity")
 
 # %% ../../nbs/methods/01_sparsify.ipynb #874a2431
@@ -203,61 +263,76 @@ class Sparsifier:
         self.granularity, self.context = check_context(granularity, context)
         self.model, self.layer_type = model, layer_type
         self.units, _ = find_units(model, layer_types=layer_type)
-        c = as_criterion(criteria)
-        if c.needs in (INITIAL, PREVIOUS) and c.refs is None: c = c.since(model)
-        self.criteria = bind(c, model, self.units, calibration_data, sample)
-        self.masks, self.skipped = {}, []
+        criterion = as_criterion(criteria)
+        looks_back = criterion.needs in (INITIAL, PREVIOUS)
+        if looks_back and criterion.refs is None: criterion = criterion.since(model)
+        self.criteria = bind(criterion, model, self.units, calibration_data, sample)
+        self.masks = {}      # unit name -> mask shaped like its weight
+        self.skipped = []    # (unit name, reason)
 
-# %% ../../nbs/methods/01_sparsify.ipynb #b80c3047
+# %% ../../nbs/methods/01_sparsify.ipynb #c341abd2
+@patch
+def _resolve_everywhere(self:Sparsifier, pct)->dict:
+    "The same level for each unit that can take it; the others are in `skipped`"
+    self.skipped, levels = [], {}
+    for unit in self.units:
+        why = obstacle(unit, self.granularity, self.criteria)
+        if why: self.skipped.append((unit.name, why))
+        else: levels[unit] = pct
+    return levels
+
 @patch
 def resolve(self:Sparsifier,
     sparsity, # percent, or layer name -> percent
 )->dict:      # `Unit` -> percent, for the layers that can take it
     "The levels that `sparsity` asks for, unit by unit. Raises KeyError and ValueError at the first that makes no sense"
     sparsity = check_sparsity(sparsity, self.granularity, self.context)
-    if not isinstance(sparsity, Mapping):
-        reasons = {u: obstacle(u, self.granularity, self.criteria) for u in self.units}
-        self.skipped = [(u.name, why) for u, why in reasons.items() if why]
-        return {u: sparsity for u in self.units if not reasons[u]}
-    mine, out = {u.name: u for u in self.units}, {}
-    for u, pct in target_units(self.model, sparsity).items():
-        if u.name not in mine: raise KeyError(f"layer {u.name!r} is a {u.layer_type}, not of the layer_type given")
-        why = obstacle(mine[u.name], self.granularity, self.criteria)
-        if why: raise ValueError(f"{u.name}: {why}")
-        out[mine[u.name]] = pct
-    return out
+    if not isinstance(sparsity, Mapping): return self._resolve_everywhere(sparsity)
+    mine = {unit.name: unit for unit in self.units}
+    levels = {}
+    for found, pct in target_units(self.model, sparsity).items():
+        unit = mine.get(found.name)
+        if unit is None:
+            raise KeyError(f"layer {found.name!r} is a {found.layer_type}, not of the layer_type given")
+        why = obstacle(unit, self.granularity, self.criteria)
+        if why: raise ValueError(f"{unit.name}: {why}")
+        levels[unit] = pct
+    return levels
 
-# %% ../../nbs/methods/01_sparsify.ipynb #c341abd2
+# %% ../../nbs/methods/01_sparsify.ipynb #8f0133b2
+def _rank_together(
+    scores:dict, # `Unit` -> scores of its blocks
+    pct:float,   # percent of all blocks to drop
+)->dict:         # `Unit` -> mask shaped like its weight
+    "Masks from one ranking over all units"
+    together = torch.cat([score.flatten() for score in scores.values()])
+    sizes = [score.numel() for score in scores.values()]
+    parts = keep_mask(together, pct).split(sizes)
+    masks = {}
+    for (unit, score), keep in zip(scores.items(), parts, strict=True):
+        whole = keep.view(score.shape).expand(unit.filters.shape)
+        masks[unit] = filters_first(unit.module, whole)
+    return masks
+
 @patch
 def _compute_masks(self:Sparsifier,
     levels:dict, # `Unit` -> percent
 )->dict:         # `Unit` -> mask shaped like its weight
     "New masks, local or from one ranking"
-    if self.context == "local": return {u: sparsity_mask(u, pct, self.granularity, self.criteria) for u, pct in levels.items()}
-    scores = {u: unit_scores(u, self.granularity, self.criteria) for u in levels}
-    kept = keep_mask(torch.cat([s.flatten() for s in scores.values()]), max(levels.values(), default=0))
-    masks = dict(zip(scores, kept.split([s.numel() for s in scores.values()]), strict=True))
-    return {u: filters_first(u.module, masks[u].view(s.shape).expand(u.filters.shape)) for u, s in scores.items()}
-
-@patch
-def set_levels(self:Sparsifier,
-    levels:dict, # `Unit` -> percent
-    agree=None,  # function from layer name -> mask to the masks that count, where several processes choose; None: these
-):
-    "Make new masks for these units and apply all masks"
-    chosen = {u.name: m for u, m in self._compute_masks(levels).items()}
-    self.masks |= chosen if agree is None else agree(chosen)
-    self.apply_masks()
-    if self.criteria.needs == PREVIOUS: self.criteria = self.criteria.since(self.model)
+    if self.context == "local":
+        return {unit: sparsity_mask(unit, pct, self.granularity, self.criteria) for unit, pct in levels.items()}
+    scores = {unit: unit_scores(unit, self.granularity, self.criteria) for unit in levels}
+    return _rank_together(scores, max(levels.values(), default=0))
 
 # %% ../../nbs/methods/01_sparsify.ipynb #5af4cd57
 @patch
 def apply_masks(self:Sparsifier):
     "Set every dropped weight to zero again, and the bias of every dropped filter"
-    for u in self.units:
-        if u.name not in self.masks: continue
-        mask = self.masks[u.name] = self.masks[u.name].to(u.weight.device)
-        drop_weights(u, mask, self.granularity)
+    for unit in self.units:
+        if unit.name not in self.masks: continue
+        mask = self.masks[unit.name].to(unit.weight.device)
+        self.masks[unit.name] = mask
+        drop_weights(unit, mask, self.granularity)
     forget_casts()
 
 @patch
@@ -265,7 +340,20 @@ def remove(self:Sparsifier):
     "Forget the masks; the weights stay as they are, and are free to change"
     self.masks = {}
 
-# %% ../../nbs/methods/01_sparsify.ipynb #738b06c8
+@patch
+def set_levels(self:Sparsifier,
+    levels:dict, # `Unit` -> percent
+    agree=None,  # where several processes choose: function from layer name -> mask to the masks that count; None: these
+):
+    "Make new masks for these units and apply all masks"
+    masks = self._compute_masks(levels)
+    chosen = {unit.name: mask for unit, mask in masks.items()}
+    if agree is not None: chosen = agree(chosen)
+    self.masks |= chosen
+    self.apply_masks()
+    if self.criteria.needs == PREVIOUS: self.criteria = self.criteria.since(self.model)
+
+# %% ../../nbs/methods/01_sparsify.ipynb #02084386
 @patch
 def sparsify_model(self:Sparsifier,
     sparsity, # percent for every layer, or layer name -> percent
@@ -279,9 +367,12 @@ def sparsify_layer(self:Sparsifier,
     pct:float, # percent of its weights
 ):
     "Make one layer sparse, by a ranking of its own"
-    names = [module] if isinstance(module, str) else [u.name for u in self.units if any(module is m for m in u.modules)]
-    if not names: raise KeyError(f"this {type(module).__name__} is not one of the compressible layers of the model")
-    context, self.context = self.context, "local"
+    if isinstance(module, str): names = [module]
+    else: names = [unit.name for unit in self.units if module in unit.modules]
+    if not names:
+        raise KeyError(f"this {type(module).__name__} is not one of the compressible layers of the model")
+    context = self.context
+    self.context = "local"
     try: self.sparsify_model(dict.fromkeys(names, pct))
     finally: self.context = context
 
@@ -290,17 +381,24 @@ def sparsity_report(
     units:list, # of `Unit`
 )->list:        # dicts of layer, type, weights, zeros, percent
     "How sparse each unit is right now"
-    zeros = {u: int((u.weight == 0).sum()) for u in units}
-    return [dict(layer=u.name, type=u.layer_type, weights=u.weight.numel(), zeros=z, percent=100*z/u.weight.numel()) for u, z in zeros.items()]
+    rows = []
+    for unit in units:
+        n = unit.weight.numel()
+        zeros = int((unit.weight == 0).sum())
+        rows.append(dict(layer=unit.name, type=unit.layer_type, weights=n, zeros=zeros, percent=100*zeros/n))
+    return rows
 
 def print_report(
     report:list, # from `sparsity_report`
 ):
     "Print a report with its total"
-    columns = ("layer", "type", "weights", "zeros", "percent")
-    weights, zeros = (sum(r[k] for r in report) for k in ("weights", "zeros"))
-    total = dict(layer="total", type="", weights=weights, zeros=zeros, percent=100*zeros/max(1, weights))
-    print(format_table(columns, [[r[c] for c in columns] for r in (*report, total)]))
+    columns = "layer", "type", "weights", "zeros", "percent"
+    weights = sum(row["weights"] for row in report)
+    zeros = sum(row["zeros"] for row in report)
+    lines = []
+    for row in report: lines.append([row[name] for name in columns])
+    lines.append(["total", "", weights, zeros, 100*zeros/max(1, weights)])
+    print(format_table(columns, lines))
 
 @patch
 def print_sparsity(self:Sparsifier):
