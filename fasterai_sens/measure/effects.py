@@ -33,30 +33,52 @@ def answer(
 )->list:             # of tensors
     "Everything that `model` returns on `sample` in eval mode"
     with leave_no_trace(model, weights=()):
-        return [t.detach().clone() for t in tensors_in(call(model.eval(), sample))]
+        output = call(model.eval(), sample)
+        return [t.detach().clone() for t in tensors_in(output)]
 
-def _all_bytes(t:Tensor)->list:
-    "The bytes of the tensors that `t` is made of"
-    parts = inner_tensors(t) or {"": t}
-    return [bytes_of(part if part.layout == torch.strided else part.to_dense()) for part in parts.values()]
+# %% ../../nbs/measure/06_effects.ipynb #cd382efd
+def _all_bytes(
+    tensors:list, # of any kind
+)->list:          # of plain tensors
+    "The bytes of all the plain tensors that `tensors` are made of"
+    found = []
+    for t in tensors:
+        parts = inner_tensors(t) or {"": t}
+        for part in parts.values():
+            dense = part if part.layout == torch.strided else part.to_dense()
+            found.append(bytes_of(dense))
+    return found
 
 def same_answer(
     a:list, # from `answer`
     b:list, # the same
 )->bool:
     "Whether two answers are equal to the bit; NaN equals NaN"
-    first = [part for t in a for part in _all_bytes(t)]
-    second = [part for t in b for part in _all_bytes(t)]
-    return len(first) == len(second) and all(map(torch.equal, first, second))
+    first, second = _all_bytes(a), _all_bytes(b)
+    if len(first) != len(second): return False
+    return all(map(torch.equal, first, second))
 
+# %% ../../nbs/measure/06_effects.ipynb #ebbe5077
 def is_telling(
     answer:list, # of tensors
 )->bool:
     "Whether there are fractions in it, in which a small change shows; classes, zeros and ones can be equal by chance"
-    fractions = [t.isfinite() & (t != t.round()) for t in answer if t.is_floating_point()]
-    return any(bool(f.any()) for f in fractions)
+    for t in answer:
+        if not t.is_floating_point(): continue
+        fractions = t.isfinite() & (t != t.round())
+        if bool(fractions.any()): return True
+    return False
 
 # %% ../../nbs/measure/06_effects.ipynb #c869bfc2
+def _noise_like(
+    name:str, # of the parameter, which seeds the noise
+    p:Tensor, # the parameter
+)->Tensor:    # same shape, divided by the square root of the inputs of an output
+    "Noise as large as fresh weights; always the same for a name"
+    source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    outputs = len(p) if p.dim() else 1
+    return torch.randn(p.shape, generator=source)/math.sqrt(p.numel()/outputs)
+
 @contextmanager
 def shaken(
     model:nn.Module, # comes back as it was
@@ -65,13 +87,12 @@ def shaken(
     "In the block, the parameters that were chosen are noise: each always the same, whatever else is noise"
     with leave_no_trace(model, list(chosen)):
         for name, p in model.named_parameters():
-            if p not in chosen or not p.is_floating_point() or not p.numel(): continue
-            source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            noise = torch.randn(p.shape, generator=source)
-            p.data.copy_(noise/math.sqrt(p.numel()/(len(p) if p.dim() else 1)))
+            if p not in chosen: continue
+            if p.is_floating_point() and p.numel(): p.data.copy_(_noise_like(name, p))
         forget_casts()
         yield model
 
+# %% ../../nbs/measure/06_effects.ipynb #73f456e5
 def answer_shaken(
     model:nn.Module, # comes back as it was
     sample,          # one example input
@@ -80,15 +101,17 @@ def answer_shaken(
     "What `model` returns on `sample` with noise for the parameters that were chosen"
     try:
         with shaken(model, chosen): return answer(model, sample)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError): return None   # it noticed
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError):
+        return None   # it noticed
 
-# %% ../../nbs/measure/06_effects.ipynb #73f456e5
+# %% ../../nbs/measure/06_effects.ipynb #3fe6a8e4
 def compiled_part(
     model:nn.Module, # any model
 )->nn.Module|None:   # it or a part of it
     "What `torch.compile` stands in front of, the first if there are several; None if nothing"
     for m in model.modules():
-        if has_class(m, "torch._dynamo.eval_frame.OptimizedModule") or getattr(m, "_compiled_call_impl", None) is not None: return m
+        if has_class(m, "torch._dynamo.eval_frame.OptimizedModule"): return m
+        if getattr(m, "_compiled_call_impl", None) is not None: return m
     return None
 
 def weights_of(
@@ -97,25 +120,52 @@ def weights_of(
     "The weights of units, under each of their names"
     return {getattr(m, u.attr) for u in units for m in u.modules}
 
-frozen_advice = ("the weights may be frozen into a compiled model (torch._inductor.config.freezing), copied by a wrapper (a scripted, exported or ONNX model) "
-                 "or kept in a cache of the model; measure the model as it was before that")
+def _units_to_ask(
+    model:nn.Module,     # any model
+    part:nn.Module|None, # its `compiled_part`
+)->list:                 # of `Unit`, in the order of the model
+    "The units in the compiled part; all of them if it holds none"
+    units, _ = all_units(model)
+    if part is None: return units
+    inside = set(part.modules())
+    return [u for u in units if inside.intersection(u.modules)] or units
+
+# %% ../../nbs/measure/06_effects.ipynb #df3714fc
+frozen_advice = (
+    "the weights may be frozen into a compiled model (torch._inductor.config.freezing), "
+    "copied by a wrapper (a scripted, exported or ONNX model) "
+    "or kept in a cache of the model; measure the model as it was before that"
+)
+
+def _passes_unseen(
+    model:nn.Module, # comes back as it was
+    sample,          # one example input
+    weights:set,     # of its parameters
+)->bool:
+    "Whether noise in `weights` changes no bit of the answer, with everything else noise already"
+    everything = set(model.parameters())
+    others = answer_shaken(model, sample, everything - weights)
+    whole = answer_shaken(model, sample, everything)
+    if others is None or whole is None: return False
+    return same_answer(others, whole)
 
 def no_effect(
     model:nn.Module, # any model; comes back as it was
     sample,          # one example input
 )->str|None:         # reason, or None if they have an effect, or if it cannot be said
     "Why changing the weights of `model` changes no bit of what it returns on `sample`"
-    units, part, dense = all_units(model)[0], compiled_part(model), answer(model, sample)
-    inside = set() if part is None else set(part.modules())
-    units = [u for u in units if inside.intersection(u.modules)] or units
+    part, dense = compiled_part(model), answer(model, sample)
+    units = _units_to_ask(model, part)
     if not units or not is_telling(dense): return None
     first = answer_shaken(model, sample, weights_of(units[:3]))
     if first is None or not same_answer(dense, first): return None
-    weights, everything = weights_of(units), set(model.parameters())
-    others, whole = answer_shaken(model, sample, everything - weights), answer_shaken(model, sample, everything)
-    if others is None or whole is None or not same_answer(others, whole): return None   # the sample does not reach the first layers, or nothing passes behind them
-    where = "" if part is None or part is model else f" in its compiled part ({units[0].name!r}, ...)"
-    return f"whatever the weights of {type(model).__name__}{where} are, its output on the sample is the same to the bit, so every layer would look perfectly robust: {frozen_advice}"
+    if not _passes_unseen(model, sample, weights_of(units)): return None   # the first layers are not reached, or hidden
+    where = ""
+    if part is not None and part is not model: where = f" in its compiled part ({units[0].name!r}, ...)"
+    return (
+        f"whatever the weights of {type(model).__name__}{where} are, its output on the sample is the same to the bit, "
+        f"so every layer would look perfectly robust: {frozen_advice}"
+    )
 
 def check_effect(
     model:nn.Module, # any model; comes back as it was
@@ -124,15 +174,23 @@ def check_effect(
     "Raises ValueError if changing weights changes no bit of what `model` returns on `sample`"
     if why := no_effect(model, sample): raise ValueError(why)
 
-# %% ../../nbs/measure/06_effects.ipynb #3fe6a8e4
+# %% ../../nbs/measure/06_effects.ipynb #19a9a55f
 def same_score(
     a:Score, # of an evaluation
     b:Score, # of another one
 )->bool:
     "Whether two scores are equal to the bit"
-    if a.samples is None or b.samples is None: samples = a.samples is b.samples
-    else: samples = np.array_equal(a.samples, b.samples, equal_nan=True)
-    return samples and a.value == b.value and a.objective == b.objective
+    if a.value != b.value or a.objective != b.objective: return False
+    if a.samples is None or b.samples is None: return a.samples is b.samples
+    return np.array_equal(a.samples, b.samples, equal_nan=True)
+
+# %% ../../nbs/measure/06_effects.ipynb #570791a0
+def _norm(
+    tensors:list, # in double precision
+)->float:
+    "The square root of the sum of all squares"
+    squares = [float(t.square().sum()) for t in tensors]
+    return math.sqrt(sum(squares))
 
 def distance(
     a:list, # of tensors: outputs or weights of the untouched model
@@ -140,30 +198,41 @@ def distance(
 )->float:   # 0 if nothing changed, 1 for a change as large as what there was; infinite if it cannot be said
     "How far tensors have moved"
     if [t.shape for t in a] != [t.shape for t in b]: return math.inf
-    pairs = [(x.detach().double(), y.detach().double()) for x, y in zip(a, b, strict=True) if x.is_floating_point()]
-    moved = math.sqrt(sum(float((x - y).square().sum()) for x, y in pairs))
-    size = math.sqrt(sum(float(x.square().sum()) for x, _ in pairs))
+    old, steps = [], []
+    for x, y in zip(a, b, strict=True):
+        if not x.is_floating_point(): continue
+        old.append(x.detach().double())
+        steps.append(old[-1] - y.detach().double())
+    moved, size = _norm(steps), _norm(old)
     if not math.isfinite(moved): return math.inf
-    return moved/size if size else math.inf if moved else 0.
+    if size: return moved/size
+    return math.inf if moved else 0.
 
-# %% ../../nbs/measure/06_effects.ipynb #df3714fc
+# %% ../../nbs/measure/06_effects.ipynb #37336222
 def is_share(
     value:float, # a metric or an objective
 )->bool:
     "Whether a number can be a share of few samples, such as 269/300; in single precision, too"
     if not math.isfinite(value): return False
-    return math.isclose(Fraction(value).limit_denominator(1000), value, rel_tol=6e-8)
+    nearest = Fraction(value).limit_denominator(1000)
+    return math.isclose(nearest, value, rel_tol=6e-8)
+
+# %% ../../nbs/measure/06_effects.ipynb #0dc41fc9
+def _are_losses(
+    samples:np.ndarray, # score of each sample
+)->bool:
+    "Whether scores of samples are fractions of many values, which tell any change of the output"
+    fractions = np.unique(samples[samples != np.round(samples)])
+    return len(fractions) >= max(8, len(samples)/2)
 
 def output_limits(
     base:Score, # of the untouched model
 )->tuple|None:  # distances from which on a warning and an error are due; None if the output tells nothing
     "How far an output can move without a score that changes"
-    samples, objective = base.samples, base.objective
-    if samples is not None:
-        fractions = np.unique(samples[samples != np.round(samples)])
-        if len(fractions) >= max(8, len(samples)/2): return .01, .01
-    if objective is None: return None
-    return (.03, .3) if objective == 0 or not is_share(objective) else None   # 0 is the divergence from itself
+    if base.samples is not None and _are_losses(base.samples): return .01, .01
+    if base.objective is None: return None
+    coarse = base.objective != 0 and is_share(base.objective)   # 0 is the divergence from itself
+    return None if coarse else (.03, .3)
 
 def weight_limit(
     base:Score,             # of the untouched model
@@ -173,19 +242,25 @@ def weight_limit(
     if base.samples is not None or is_share(base.value): return .6
     return .2 if higher_is_better else .001   # an F1 score may stay, a loss does not
 
-# %% ../../nbs/measure/06_effects.ipynb #7a9ab395
+# %% ../../nbs/measure/06_effects.ipynb #5dd35a5b
+def _floats(model:nn.Module)->list:
+    "The parameters that are floating point"
+    return [p for p in model.parameters() if p.is_floating_point()]
+
 def weights_moved(
     model:nn.Module, # comes back as it was
     compressed:dict, # name -> function that returns a context in which `model` is compressed
 )->float:            # 0 if it cannot be said
     "How far the parameter that moves most has moved, where that is least"
-    own = [p for p in model.parameters() if p.is_floating_point()]
-    kept, least = [p.detach().clone() for p in own], math.inf
+    own = _floats(model)
+    before = [p.detach().clone() for p in own]
+    least = math.inf
     for context in compressed.values():
         with context():
-            now = [p for p in model.parameters() if p.is_floating_point()]
-            same = len(now) == len(own) and all(p is q for p, q in zip(now, own, strict=True))
-            least = min(least, max(distance([p], [q]) for p, q in zip(kept, now, strict=True)) if same else 0.)
+            now = _floats(model)
+            if len(now) != len(own) or any(p is not q for p, q in zip(now, own, strict=True)): return 0.
+            most = max(distance([p], [q]) for p, q in zip(before, now, strict=True))
+            least = min(least, most)
     return least
 
 def outputs_moved(
@@ -197,26 +272,42 @@ def outputs_moved(
     "How far the output on the sample has moved, where that is most"
     dense, most = answer(model, sample), 0.
     for context in compressed.values():
-        with context(): most = max(most, distance(dense, answer(model, sample)))
+        with context():
+            moved = distance(dense, answer(model, sample))
+        most = max(most, moved)
         if most >= enough: break
     return most
 
-# %% ../../nbs/measure/06_effects.ipynb #19a9a55f
+# %% ../../nbs/measure/06_effects.ipynb #3e7e6909
 def check_heard(
     model:nn.Module, # comes back as it was
     sample,          # one example input
     base:Score,      # of the untouched model
-    tried:list,      # of (name, function that returns a context in which `model` is compressed, whether its score is `same_score` as `base`), milder ones first
+    tried:list,      # of (name, context, same), milder ones first: a function that returns a context
+                     # in which `model` is compressed, and whether its score is `same_score` as `base`
     *, higher_is_better:bool=True, # direction of the metric
     everything:bool=True, # whether no layer was left out
 ):
-    "Raises ValueError, or warns, if no score has changed by a bit though it should have: `eval_fn` does not evaluate the model that it is given"
+    """Raises ValueError, or warns, if no score has changed by a bit though it should have
+
+    Then `eval_fn` does not evaluate the model that it is given."""
     if not tried or not all(same for _, _, same in tried): return
-    harshest, limits, said = {name: context for name, context, _ in tried}, output_limits(base), f"no score changed by a bit in {len(tried)} evaluations"
+    harshest = {name: context for name, context, _ in tried}
+    limits = output_limits(base)
+    said = f"no score changed by a bit in {len(tried)} evaluations"
     if limits:
-        moved = outputs_moved(model, sample, harshest, max(limits) if everything else limits[0])
-        doubtful, said = moved >= limits[0], f"{said}, though the output on the sample did by {100*moved:.2g} %"
-        if everything and moved >= limits[1]: raise ValueError(f"{said}: eval_fn does not evaluate the model that it is given, or not with its weights of now; {frozen_advice}")
-    else: doubtful = everything and weights_moved(model, harshest) >= weight_limit(base, higher_is_better)
-    if doubtful: warnings.warn(f"{said}: the metric is too coarse to see it (a harsher level, more samples or an objective beside it would tell), it does not depend on "
-                               "these layers, or eval_fn does not evaluate the model that it is given", stacklevel=2)
+        doubt, certain = limits
+        moved = outputs_moved(model, sample, harshest, certain if everything else doubt)
+        said = f"{said}, though the output on the sample did by {100*moved:.2g} %"
+        doubtful = moved >= doubt
+        if everything and moved >= certain:
+            why = "eval_fn does not evaluate the model that it is given, or not with its weights of now"
+            raise ValueError(f"{said}: {why}; {frozen_advice}")
+    else:
+        doubtful = everything and weights_moved(model, harshest) >= weight_limit(base, higher_is_better)
+    if not doubtful: return
+    why = (
+        "the metric is too coarse to see it (a harsher level, more samples or an objective beside it would tell), "
+        "it does not depend on these layers, or eval_fn does not evaluate the model that it is given"
+    )
+    warnings.warn(f"{said}: {why}", stacklevel=2)
