@@ -27,15 +27,28 @@ from fasterai_sens.measure.learner import (
     default_objective, falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
 )
 from .effects import no_effect
-from .loop import measure, stop_rule
+from .loop import measure, mildest_first, never, stop_rule
 
 # %% ../../nbs/measure/08_analyzer.ipynb #62f65139
+def _same_device(
+    device,              # as the user gave it: a name, an index, a `torch.device`
+    actual:torch.device, # where the model is
+)->torch.device:
+    "`device`, if the model is there. Raises ValueError if not"
+    wanted = torch.device(device)
+    if wanted.type == actual.type and wanted.index in (None, actual.index): return wanted
+    raise ValueError(f"the model is on {actual}, device is {wanted}; move the model there first")
+
+# %% ../../nbs/measure/08_analyzer.ipynb #1fc6ec9a
 class SensitivityAnalyzer:
     "Measures how sensitive each layer of a model is to compression"
     def __init__(self,
         model:nn.Module,     # trained model; comes back bit for bit from every call
         sample,              # example input: a tensor, a tuple, or a dict of keyword inputs
-        eval_fn:Callable,    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective). Or data of a classifier, a DataLoader or a pair (inputs, targets): accuracy, with KL divergence as objective
+        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`,
+        # or a list with a tensor for each sequence); or a pair of those, (metric, objective). Or data of a classifier,
+        # a DataLoader or a pair (inputs, targets): accuracy, with KL divergence as objective
+        eval_fn:Callable,
         *, criteria=large_final, # which weights matter: a `Criterion`, or a function from weight to scores
         higher_is_better:bool=True, # direction of the metric
         metric_name:str="accuracy", # for display
@@ -43,22 +56,21 @@ class SensitivityAnalyzer:
         device=None,         # move sample and calibration data there; must be where the model is
         calibration_data=None, # tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
     ):
-        if not isinstance(model, nn.Module): raise TypeError(f"model is an nn.Module; got {type(model).__name__}" + " (use SensitivityAnalyzer.from_learner)"*hasattr(model, "dls"))
-        given, eval_fn = eval_fn, as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
-        if eval_fn is not given and objective_name == "objective": objective_name = "kl"
+        if not isinstance(model, nn.Module):
+            advice = " (use SensitivityAnalyzer.from_learner)" if hasattr(model, "dls") else ""
+            raise TypeError(f"model is an nn.Module; got {type(model).__name__}{advice}")
+        evaluate = as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
+        from_data = evaluate is not eval_fn
         self.units, self.skipped = find_units(model)
-        if device is not None: sample = to_device(sample, _same_device(device, self.units[0].weight.device))
+        if device is not None:
+            device = _same_device(device, self.units[0].weight.device)
+            sample = to_device(sample, device)
         check_sample(model, sample)
+        self.model, self.sample, self.eval_fn = model, sample, evaluate
         self.deaf = no_effect(model, sample)   # why no analysis could see anything, or None
-        self.model, self.sample, self.eval_fn, self.calibration_data = model, sample, eval_fn, calibration_data
-        self.criteria, self.higher_is_better, self.metric_name, self.objective_name = as_criterion(criteria), higher_is_better, metric_name, objective_name
-
-# %% ../../nbs/measure/08_analyzer.ipynb #bb9863f6
-def _same_device(device, actual:torch.device)->torch.device:
-    "`device`, if the model is there. Raises ValueError if not"
-    d = torch.device(device)
-    if d.type != actual.type or d.index not in (None, actual.index): raise ValueError(f"the model is on {actual}, device is {d}; move the model there first")
-    return d
+        self.criteria, self.calibration_data = as_criterion(criteria), calibration_data
+        self.higher_is_better, self.metric_name = higher_is_better, metric_name
+        self.objective_name = "kl" if from_data and objective_name == "objective" else objective_name
 
 # %% ../../nbs/measure/08_analyzer.ipynb #825442e4
 def find_method(
@@ -71,7 +83,9 @@ def find_method(
     raise ValueError(unknown_name(compression, methods, "compression").args[0])
 
 # %% ../../nbs/measure/08_analyzer.ipynb #776df2b1
-shared_options = "level", "levels", "layers", "layer_types", "verbose", "early_stop_mode", "early_stop_value"   # what a misspelled option could mean, too
+shared_options = (   # what a misspelled option could mean, too
+    "level", "levels", "layers", "layer_types", "verbose", "early_stop_mode", "early_stop_value"
+)
 
 def given_options(
     compression,  # a name, or a `Perturbation`
@@ -79,10 +93,11 @@ def given_options(
 )->dict:          # those given
     "Raises TypeError for an option that the method does not take"
     name, cls = find_method(compression)
-    given = {k: v for k, v in options.items() if v is not None}
+    given = {option: value for option, value in options.items() if value is not None}
     if given and isinstance(compression, Perturbation):
         raise TypeError(f"{compression} has its options already; leave {', '.join(given)} out, or pass {name!r}")
-    check_options(given, cls.option_names(), name, shared_options, {m: c.option_names() for m, c in methods.items()})
+    of_methods = {method: c.option_names() for method, c in methods.items()}
+    check_options(given, cls.option_names(), name, shared_options, of_methods)
     return given
 
 def check_criteria(
@@ -90,39 +105,92 @@ def check_criteria(
 ):
     "Raises TypeError for a method that takes no criteria"
     name, cls = find_method(compression)
-    if isinstance(compression, Perturbation): raise TypeError(f"{compression} has its options already; leave criteria out, or pass {name!r}")
+    if isinstance(compression, Perturbation):
+        raise TypeError(f"{compression} has its options already; leave criteria out, or pass {name!r}")
     if "criteria" not in named(cls.configure): raise TypeError(f"{name} takes no criteria: nothing is ranked")
 
 # %% ../../nbs/measure/08_analyzer.ipynb #05e1b585
+def _level_list(
+    levels,   # as the user gave them; None: the usual ones
+    what:str, # for the message
+)->list|None:
+    "The levels as a list, or None. Raises ValueError if they are not a list, or empty"
+    if levels is None: return None
+    if isinstance(levels, str) or not isinstance(levels, Iterable):
+        raise ValueError(f"{what} is a list of levels; got {levels!r}")
+    levels = list(levels)
+    if not levels: raise ValueError(f"{what} is empty")
+    return levels
+
+def _share_levels(
+    model:nn.Module, # whose layers are named
+    units:list,      # what is compressed together: each has `layers`
+    asked:dict,      # name of a layer -> list of `Perturbation`
+)->tuple:            # all perturbations, each once and mildest first; name of a unit -> set of levels
+    "Who is measured at what: each unit at all levels that were asked for any of its layers"
+    known = by_name(all_units(model)[0])
+    of_layer, perturbations = {}, []
+    for name, own in asked.items():
+        levels = of_layer.setdefault(known[name].name, set())   # a tied layer has several names
+        levels.update(p.level for p in own)
+        perturbations += own
+    wanted = {}
+    for unit in units:
+        wanted[unit.name] = set()
+        for layer in unit.layers: wanted[unit.name] |= of_layer.get(layer.name, set())
+    return mildest_first(perturbations), wanted
+
+# %% ../../nbs/measure/08_analyzer.ipynb #93dfcef0
 @patch
-def _run(self:SensitivityAnalyzer, compression, levels, options, *, layers, layer_types, verbose, stop)->SweepResult:
+def _perturbations(self:SensitivityAnalyzer,
+    compression,   # a name, or a `Perturbation`
+    levels,        # list, dict from layer name to list, or None; None in a list stands for the default level
+    options:dict,  # from `given_options`
+    units:list,    # what is compressed, one at a time
+)->tuple:          # perturbations; name of a unit -> levels to measure it at, or None
+    "What is measured at which levels"
+    if isinstance(compression, Perturbation):
+        if isinstance(levels, Mapping) or any(level is not None for level in levels or ()):
+            raise ValueError(f"{compression} has its level already; leave `level` out")
+        return [compression], None
+    _, cls = find_method(compression)
+    shared = dict(
+        model=self.model, units=units, sample=self.sample,
+        criteria=self.criteria, calibration_data=self.calibration_data
+    )
+    make = cls.configure(**options, **taken(cls.configure, shared))
+    usual = cls.default_levels(**taken(cls.default_levels, options))
+    def at(levels):
+        chosen = [cls.default_level if level is None else level for level in levels or usual]
+        return [make(level) for level in chosen]
+    if not isinstance(levels, Mapping): return at(levels), None
+    asked = {name: at(own) for name, own in levels.items()}
+    return _share_levels(self.model, units, asked)
+
+# %% ../../nbs/measure/08_analyzer.ipynb #88659864
+@patch
+def _run(self:SensitivityAnalyzer,
+    compression,   # a name, or a `Perturbation`
+    levels,        # list, dict from layer name to list, or None
+    options:dict,  # of the method; None: not given
+    *, layers,     # names of layers; None: all
+    layer_types,   # a module class, or several; None: all
+    verbose:bool,  # show a progress bar
+    stop:Callable, # from `stop_rule`
+)->SweepResult:
     "Find the units, prepare the method once, measure"
     name, cls = find_method(compression)
     options = given_options(compression, options)
     units, skipped = find_units(self.model, layers, layer_types)
     with slow_bar(verbose=verbose): units = cls.find_units(self.model, units, self.sample)
-    wanted = None
-    if isinstance(compression, Perturbation):
-        if isinstance(levels, Mapping) or any(level is not None for level in levels or ()): raise ValueError(f"{compression} has its level already; leave `level` out")
-        perturbations = [compression]
-    else:
-        shared = dict(model=self.model, units=units, sample=self.sample, criteria=self.criteria, calibration_data=self.calibration_data)
-        make = cls.configure(**options, **taken(cls.configure, shared))
-        usual = cls.default_levels(**taken(cls.default_levels, options))
-        several = lambda levels: [make(cls.default_level if level is None else level) for level in (levels or usual)]
-        if isinstance(levels, Mapping): perturbations, wanted = _each(self.model, units, {n: several(v) for n, v in levels.items()})
-        else: perturbations = several(levels)
+    perturbations, wanted = self._perturbations(compression, levels, options, units)
     if self.deaf: raise ValueError(self.deaf)
     forget_untouched(self.eval_fn)
-    return measure(self.model, units, perturbations, self.eval_fn, name=name, skipped=skipped, metric_name=self.metric_name,
-                   higher_is_better=self.higher_is_better, objective_name=self.objective_name, wanted=wanted, stop=stop, sample=self.sample, verbose=verbose)
-
-def _each(model:nn.Module, units:list, asked:dict)->tuple:
-    "All perturbations in `asked`, each once and mildest first, and the levels of each unit: those asked for any of its layers"
-    known, at = by_name(all_units(model)[0]), {}
-    for n, ps in asked.items(): at.setdefault(known[n].name, set()).update(p.level for p in ps)
-    once = {p.level: p for ps in asked.values() for p in ps}
-    return sorted(once.values(), key=lambda p: p.strength), {u.name: set().union(*(at.get(layer.name, ()) for layer in u.layers)) for u in units}
+    return measure(
+        self.model, units, perturbations, self.eval_fn, name=name, skipped=skipped,
+        metric_name=self.metric_name, higher_is_better=self.higher_is_better, objective_name=self.objective_name,
+        wanted=wanted, stop=stop, sample=self.sample, verbose=verbose
+    )
 
 # %% ../../nbs/measure/08_analyzer.ipynb #552dd360
 @patch
@@ -134,52 +202,72 @@ def analyze(self:SensitivityAnalyzer,
     layer_types=None,         # a module class, or several in a list; None: all
     quant_per_channel=None,   # quantization: a scale for each output channel, or one for the layer; None: True
     quant_activations=None,   # quantization: also its activations, "output" (or True), "input" or "both"; None: False
-    quant_group_size=None,    # quantization: a scale for each so many weights of an output channel; None: do not divide further
-    quant_ranges=None,        # ranges of activations: "minmax", "moving_average", "percentile", "mse", or a function that returns an observer; None: "minmax"
-    quant_symmetric=None,     # quantization: zero in the middle of the weights' range, or a range that just holds them; None: True
+    quant_group_size=None,    # quantization: a scale for each so many weights of an output channel; None: no groups
+    # ranges of activations: "minmax", "moving_average", "percentile", "mse", or a function that returns an observer;
+    # None: "minmax"
+    quant_ranges=None,
+    quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights; None: True
     verbose=True,             # show a progress bar
     **options,                # of a method of your own
 )->SensitivityResult:
-    "Compress one layer at a time and measure. Raises ValueError for a level of the wrong unit, KeyError for an unknown layer, TypeError for an option that the method does not take"
-    common = dict(granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations, quant_group_size=quant_group_size,
-                  quant_ranges=quant_ranges, quant_symmetric=quant_symmetric)
-    return self._run(compression, [level], common | options, layers=layers, layer_types=layer_types, verbose=verbose, stop=stop_rule(None, None))[0]
+    """Compress one layer at a time and measure
+
+    Raises ValueError for a level of the wrong unit, KeyError for an unknown layer, TypeError for an option that the
+    method does not take."""
+    options |= dict(
+        granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
+        quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric
+    )
+    where = dict(layers=layers, layer_types=layer_types)
+    sweep = self._run(compression, [level], options, **where, verbose=verbose, stop=never)
+    return sweep[0]
 
 # %% ../../nbs/measure/08_analyzer.ipynb #c5f49413
 @patch
 def sweep(self:SensitivityAnalyzer,
     compression="sparsity",   # "sparsity", "pruning", "quantization"
-    levels=None,              # list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits; a dict from layer name to such a list measures those layers only
+    # list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits;
+    # a dict from layer name to such a list measures those layers only
+    levels=None,
     *, early_stop_mode=None,  # "minimize", "maximize", "dropped" or "raised": leave out the harsher levels of a layer
     early_stop_value=None,    # below, above, fallen by or risen by more than this
-    granularity=None, layers=None, layer_types=None, quant_per_channel=None, quant_activations=None, # as in `analyze`
-    quant_group_size=None, quant_ranges=None, quant_symmetric=None, verbose=True, # as in `analyze`
+    granularity=None,         # this and all further options: as in `analyze`
+    layers=None,              # names of layers; None: all, or those that `levels` names
+    layer_types=None,         # a module class, or several in a list; None: all
+    quant_per_channel=None,   # quantization: a scale for each output channel, or one for the layer
+    quant_activations=None,   # quantization: also its activations
+    quant_group_size=None,    # quantization: a scale for each so many weights of an output channel
+    quant_ranges=None,        # ranges of activations
+    quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights
+    verbose=True,             # show a progress bar
     **options,                # of a method of your own
 )->SweepResult:
-    "`analyze` at several levels, with one evaluation of the baseline; measured mildest first, returned in the order of `levels` (of a dict mildest first). Raises as `analyze` does"
+    """`analyze` at several levels, with one evaluation of the baseline
+
+    Measured mildest first, returned in the order of `levels` (of a dict mildest first). Raises as `analyze` does."""
     if isinstance(levels, Mapping):
         if layers is not None: raise ValueError("levels names the layers already; leave layers out")
-        layers, levels = list(levels), {n: _level_list(v, f"levels of {n!r}") for n, v in levels.items()}
         if not levels: raise ValueError("levels is empty")
-    else: levels = _level_list(levels, "levels")
-    common = dict(granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations, quant_group_size=quant_group_size,
-                  quant_ranges=quant_ranges, quant_symmetric=quant_symmetric)
+        layers = list(levels)
+        levels = {name: _level_list(own, f"levels of {name!r}") for name, own in levels.items()}
+    else:
+        levels = _level_list(levels, "levels")
+    options |= dict(
+        granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
+        quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric
+    )
     stop = stop_rule(early_stop_mode, early_stop_value)
-    return self._run(compression, levels, common | options, layers=layers, layer_types=layer_types, verbose=verbose, stop=stop)
-
-# %% ../../nbs/measure/08_analyzer.ipynb #5df7c446
-def _level_list(levels, what:str)->list|None:
-    "The levels, None for the usual ones. Raises ValueError if they are no list or empty"
-    if levels is not None and (isinstance(levels, str) or not isinstance(levels, Iterable)): raise ValueError(f"{what} is a list of levels; got {levels!r}")
-    levels = None if levels is None else list(levels)
-    if levels == []: raise ValueError(f"{what} is empty")
-    return levels
+    where = dict(layers=layers, layer_types=layer_types)
+    return self._run(compression, levels, options, **where, verbose=verbose, stop=stop)
 
 # %% ../../nbs/measure/08_analyzer.ipynb #46bbbb09
 def analyze_sensitivity(
     model:nn.Module,         # trained model; comes back bit for bit
     sample,                  # example input: a tensor, a tuple, or a dict of keyword inputs
-    eval_fn:Callable,        # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective). Or data of a classifier, a DataLoader or a pair (inputs, targets): accuracy, with KL divergence as objective
+    # model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences, tokens]`,
+    # or a list with a tensor for each sequence); or a pair of those, (metric, objective). Or data of a classifier,
+    # a DataLoader or a pair (inputs, targets): accuracy, with KL divergence as objective
+    eval_fn:Callable,
     compression="sparsity",  # "sparsity", "pruning", "quantization", or a `Perturbation`
     level=None,              # percent, or bits for quantization; None: 50 % or 8 bits
     *, criteria=None,        # which weights matter; None: `large_final`
@@ -188,22 +276,34 @@ def analyze_sensitivity(
     objective_name="objective", # for display
     granularity=None,        # sparsity: block size, or an n:m pattern; None: "weight"
     verbose=True,            # show a progress bar
-    device=None, calibration_data=None, # see `SensitivityAnalyzer`
+    device=None,             # move sample and calibration data there; must be where the model is
+    calibration_data=None,   # tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
     **analyze_kwargs,        # further options of `SensitivityAnalyzer.analyze`
 )->SensitivityResult:
-    "Sensitivity of every layer of `model` to one compression. Raises as `analyze` does, and TypeError for criteria that the method does not take"
+    """Sensitivity of every layer of `model` to one compression
+
+    Raises as `analyze` does, and TypeError for criteria that the method does not take."""
     if criteria is None: criteria = large_final
     else: check_criteria(compression)
-    analyzer = SensitivityAnalyzer(model, sample, eval_fn, criteria=criteria, higher_is_better=higher_is_better, metric_name=metric_name, objective_name=objective_name,
-                                   device=device, calibration_data=calibration_data)
+    analyzer = SensitivityAnalyzer(
+        model, sample, eval_fn, criteria=criteria, higher_is_better=higher_is_better, metric_name=metric_name,
+        objective_name=objective_name, device=device, calibration_data=calibration_data
+    )
     return analyzer.analyze(compression, level, granularity=granularity, verbose=verbose, **analyze_kwargs)
 
 # %% ../../nbs/measure/08_analyzer.ipynb #59161b56
+def _name_of(objective)->str: # a name, a function or None
+    "What to call an objective"
+    if isinstance(objective, str): return objective
+    return getattr(objective, "__name__", "objective")
+
 @patch(cls_method=True)
 def from_learner(cls:SensitivityAnalyzer,
     learn,                 # a fastai Learner
-    metric=None,           # function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
-    *, objective="auto",   # what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is better), None; or "auto": "kl" for a classifier, else "loss"
+    metric=None,           # function of predictions and targets, or fastai metric; None: the first of the learner
+    # what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is better), None;
+    # or "auto": "kl" for a classifier, else "loss"
+    *, objective="auto",
     dl=None,               # data to evaluate on; None: the validation set
     higher_is_better=None, # direction of the metric; None: as its name says, see `falls`
     metric_name=None,      # for display; None: the metric's own
@@ -211,12 +311,21 @@ def from_learner(cls:SensitivityAnalyzer,
     criteria=large_final,  # which weights matter
     calibration_data=None, # None: the first batches of the training set, fetched when needed
 )->SensitivityAnalyzer:
-    "An analyzer for the model, data, metric and loss of a `Learner`. Raises ValueError or TypeError for an objective that is none of these, and ValueError for a metric whose direction its name does not tell"
-    name, _ = learner_metric(learn, metric)
-    objective = default_objective(learn) if objective == "auto" else objective
+    """An analyzer for the model, data, metric and loss of a `Learner`
+
+    Raises ValueError or TypeError for an objective that is none of these, and ValueError for a metric whose direction
+    its name does not tell."""
+    own_name, _ = learner_metric(learn, metric)
+    if objective == "auto": objective = default_objective(learn)
     eval_fn = learner_eval(learn, metric, dl, objective)
     with leave_no_trace(learn.model, weights=()): sample = learner_sample(learn, dl)
-    if higher_is_better is None: higher_is_better = not falls(first_metric(learn) if metric is None else metric, metric_name or name)
-    return cls(learn.model, sample, eval_fn, criteria=learner_criterion(learn, criteria), higher_is_better=higher_is_better, metric_name=metric_name or name,
-               objective_name=objective_name or (objective if isinstance(objective, str) else getattr(objective, "__name__", "objective")),
-               calibration_data=FirstBatches(learn.dls.train) if calibration_data is None else calibration_data)
+    metric_name = metric_name or own_name
+    if higher_is_better is None:
+        used = first_metric(learn) if metric is None else metric
+        higher_is_better = not falls(used, metric_name)
+    if not objective_name: objective_name = _name_of(objective)
+    if calibration_data is None: calibration_data = FirstBatches(learn.dls.train)
+    return cls(
+        learn.model, sample, eval_fn, criteria=learner_criterion(learn, criteria), higher_is_better=higher_is_better,
+        metric_name=metric_name, objective_name=objective_name, calibration_data=calibration_data
+    )

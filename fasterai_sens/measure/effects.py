@@ -283,8 +283,9 @@ def check_heard(
     model:nn.Module, # comes back as it was
     sample,          # one example input
     base:Score,      # of the untouched model
-    tried:list,      # of (name, context, same), milder ones first: a function that returns a context
-                     # in which `model` is compressed, and whether its score is `same_score` as `base`
+    # of (name, function that returns a context in which `model` is compressed, whether its score is `same_score` as
+    # `base`), milder ones first
+    tried:list,
     *, higher_is_better:bool=True, # direction of the metric
     everything:bool=True, # whether no layer was left out
 ):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'watch_weights', 'untouched', 'evaluate', 'never', 'stop_rule',
-           'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'measure']
+           'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
 import math
@@ -277,7 +277,9 @@ def ticker(
     return tick
 
 # %% ../../nbs/measure/07_loop.ipynb #03085b7c
-def _mildest_first(perturbations:list)->list:
+def mildest_first(
+    perturbations:list, # of `Perturbation`
+)->list:
     "One perturbation for each level, from mild to harsh"
     once = {p.level: p for p in perturbations}
     return sorted(once.values(), key=lambda p: p.strength)
@@ -367,7 +369,7 @@ def measure(
 
     The results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite."""
     check_training(eval_fn, perturbations)
-    levels = _mildest_first(perturbations)
+    levels = mildest_first(perturbations)
     found = {p.level: ([], list(skipped)) for p in levels}
     restore, changed = keep_values(list(model.parameters())), watch_weights(model)
     run = _Measurement(model, eval_fn, stop, metric_name, higher_is_better, restore, changed)
