@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 
 from ..core.plans import LayerTargets
+from ..core.sweeps import SweepResult
 from ..measure.learner import learner_eval
 
 # %% ../../nbs/show/01_demo.ipynb #c0fc8a1b
@@ -37,9 +38,13 @@ def digits(
     size:int=32, # width and height in pixels
 )->tuple:        # three `TensorDataset`: training 1200, validation 297, test 300
     "scikit-learn's handwritten digits as `[n, 3, size, size]`, values 0..1"
-    d = load_digits()
-    x = F.interpolate(torch.tensor(d.images/16, dtype=torch.float32)[:, None], size, mode="bilinear", align_corners=False).expand(-1, 3, -1, -1).contiguous()
-    order, y = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)), torch.tensor(d.target)
+    data = load_digits()
+    images = torch.tensor(data.images/16, dtype=torch.float32)
+    grey = F.interpolate(images[:, None], size, mode="bilinear", align_corners=False)
+    x = grey.expand(-1, 3, -1, -1).contiguous()
+    y = torch.tensor(data.target)
+    source = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(x), generator=source)
     return tuple(TensorDataset(x[i], y[i]) for i in order.split([1200, 297, 300]))
 
 # %% ../../nbs/show/01_demo.ipynb #8e7bacf2
@@ -53,7 +58,8 @@ def digits_learner(
     "A fastai Learner for the digits, trained in seconds"
     set_seed(seed)
     dls = DataLoaders.from_dsets(*digits(), bs=64, device=device)
-    learn = Learner(dls, arch(num_classes=10), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=gettempdir())
+    model = arch(num_classes=10)
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=gettempdir())
     with learn.no_bar(), learn.no_logging():
         if epochs: learn.fit_one_cycle(epochs, lr)
     return learn
@@ -82,7 +88,8 @@ def fine_tuned_accuracy(
         cb = SparsifyCallback(plan)
         learn.create_opt()
         with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr, cbs=cb)
-        zeros, weights = (sum(r[k] for r in cb.report) for k in ("zeros", "weights"))
+        zeros = sum(r["zeros"] for r in cb.report)
+        weights = sum(r["weights"] for r in cb.report)
         return evaluate(learn.model).mean().item(), 100*zeros/weights
 
 # %% ../../nbs/show/01_demo.ipynb #45117faf
@@ -91,49 +98,65 @@ def compare_plans(
     plans:dict,        # name -> percent or `LayerTargets`
     evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     epochs:int=2,      # of fine-tuning
-)->pd.DataFrame:       # a row a plan
+)->pd.DataFrame:       # one row per plan
     "Accuracy of every plan, in one shot and fine-tuned, with the sparsity that was reached"
     rows = {}
     for name, plan in plans.items():
         tuned, sparsity = fine_tuned_accuracy(learn, plan, evaluate, epochs)
-        rows[name] = {"one-shot": one_shot_accuracy(learn, plan, evaluate), "fine-tuned": tuned, "sparsity %": sparsity}
+        one_shot = one_shot_accuracy(learn, plan, evaluate)
+        rows[name] = {"one-shot": one_shot, "fine-tuned": tuned, "sparsity %": sparsity}
     return pd.DataFrame(rows).T
 
 # %% ../../nbs/show/01_demo.ipynb #15610c43
+def _n_params(model)->int: # any model
+    "How many parameters there are"
+    return sum(p.numel() for p in model.parameters())
+
 def size_and_speed(
-    model, # any model
+    model,  # any model
     images, # a batch to time it on
 )->dict:
     "Parameters and multiply-accumulates for one image in millions, milliseconds for the batch"
     macs, _, _ = count_flops_params(model, images[:1], verbose=False)
-    return {"params (M)": sum(p.numel() for p in model.parameters())/1e6, "MACs (M)": macs/1e6, f"ms for {len(images)}": 1000*latency(model, images, runs=10)}
+    seconds = latency(model, images, runs=10)
+    return {
+        "params (M)": _n_params(model)/1e6,
+        "MACs (M)": macs/1e6,
+        f"ms for {len(images)}": 1000*seconds,
+    }
 
+# %% ../../nbs/show/01_demo.ipynb #8778807d
 def uniform_of_size(
     learn:Learner, # trained; comes back as it was
     plan:LayerTargets, # for pruning
 )->int:            # percent
     "The percentage of every group that leaves about as many parameters as `plan`"
-    def params(ratio):
+    image = learn.dls.valid_ds.tensors[0][:1]
+    def params(plan):
         with leave_no_trace(learn.model):
-            Pruner(learn.model, ratio, example_inputs=learn.dls.valid_ds.tensors[0][:1]).prune_model()
-            return sum(p.numel() for p in learn.model.parameters())
+            Pruner(learn.model, plan, example_inputs=image).prune_model()
+            return _n_params(learn.model)
     wanted, low, high = params(plan), 1, 95
     while low < high:
-        mid = (low + high)//2
-        low, high = (low, mid) if params(mid) <= wanted else (mid + 1, high)
+        middle = (low + high)//2
+        if params(middle) <= wanted: high = middle
+        else: low = middle + 1
     return low
 
-# %% ../../nbs/show/01_demo.ipynb #dd04650f
+# %% ../../nbs/show/01_demo.ipynb #3dfa301c
 def compare_pruned(
     learn:Learner,     # trained; comes back as it was
     plans:dict,        # name -> percent or `LayerTargets`
     evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     epochs:int=2,      # of fine-tuning with `PruneCallback`
     lr:float=1e-3,     # largest learning rate
-)->pd.DataFrame:       # a row a plan, and one for the model as it is
+)->pd.DataFrame:       # one row per plan, and one for the model as it is
     "Size, speed and accuracy of every plan, in one shot and fine-tuned"
-    images, accuracy_of = learn.dls.valid_ds.tensors[0], lambda: evaluate(learn.model).mean().item()
-    with leave_no_trace(learn.model): rows = {"not pruned": size_and_speed(learn.model, images) | dict.fromkeys(("one-shot", "fine-tuned"), accuracy_of())}
+    images = learn.dls.valid_ds.tensors[0]
+    def accuracy_of(): return evaluate(learn.model).mean().item()
+    with leave_no_trace(learn.model):
+        rows = {"not pruned": size_and_speed(learn.model, images)}
+        rows["not pruned"]["one-shot"] = rows["not pruned"]["fine-tuned"] = accuracy_of()
     for name, plan in plans.items():
         with leave_no_trace(learn.model):
             Pruner(learn.model, plan, example_inputs=images[:1]).prune_model()
@@ -142,7 +165,8 @@ def compare_pruned(
             set_seed(1)
             learn.create_opt()
             with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr, cbs=PruneCallback(plan))
-            rows[name] = size_and_speed(learn.model, images) | {"one-shot": one_shot, "fine-tuned": accuracy_of()}
+            size = size_and_speed(learn.model, images)
+            rows[name] = size | {"one-shot": one_shot, "fine-tuned": accuracy_of()}
     learn.create_opt()   # the last one held parameters of a smaller model
     return pd.DataFrame(rows).T
 
@@ -156,35 +180,60 @@ def analyse(
     "Sparsity and pruning at several levels, and weights in 3 bits; tables and plots are saved in `out`"
     out.mkdir(parents=True, exist_ok=True)
     analyzer = SensitivityAnalyzer.from_learner(learn)
-    sweep, bits, pruning = analyzer.sweep("sparsity", levels), analyzer.analyze("quantization", 3), analyzer.sweep("pruning", channels)
+    sweep = analyzer.sweep("sparsity", levels)
+    bits = analyzer.analyze("quantization", 3)
+    pruning = analyzer.sweep("pruning", channels)
     for name, r in (("sweep", sweep), ("quantization", bits), ("pruning", pruning)):
         r.to_json(out/f"{name}.json")
         r.to_csv(out/f"{name}.csv")
-    plots = dict(sparsity=sweep[-1].plot(), sweep=sweep.plot()[0], quantization=bits.plot(), pruning=pruning.plot()[0])
+    heat, _ = sweep.plot()
+    pruning_heat, _ = pruning.plot()
+    plots = dict(sparsity=sweep[-1].plot(), sweep=heat, quantization=bits.plot(), pruning=pruning_heat)
     for name, ax in plots.items(): ax.figure.savefig(out/f"{name}.png", dpi=100)
     return sweep, bits, pruning
 
 # %% ../../nbs/show/01_demo.ipynb #b1df944e
-def print_sparse(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
+def print_sparse(
+    learn:Learner,     # trained; comes back as it was
+    sweep:SweepResult, # over sparsity
+    out:Path,          # folder for the targets
+    evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
+    pct:float,         # target sparsity, percent
+):
     "Targets for sparsity, and what they do"
-    one, curves = sweep[-1].to_layer_targets(learn.model, pct), sweep.to_layer_targets(learn.model, pct)
+    one = sweep[-1].to_layer_targets(learn.model, pct)
+    curves = sweep.to_layer_targets(learn.model, pct)
     one.to_json(out/"targets.json")
     curves.to_json(out/"targets_from_curves.json")
+    targets = pd.DataFrame({"one level": one, "curves": curves})
     print(f"\nTargets for {pct:g} %, by the classic rule from one level and from curves:\n")
-    print(pd.DataFrame({"one level": one, "curves": curves}).to_string(float_format="{:.1f}".format))
-    plans = {"uniform": LayerTargets(dict.fromkeys(one, pct)), "targets from one level": one, "targets from curves": curves}
-    print(f"\nHeld-out accuracy at {pct:g} % sparsity, in one shot and after 2 epochs of fine-tuning with SparsifyCallback:\n")
-    print(compare_plans(learn, plans, evaluate).to_string(float_format="{:.3f}".format))
+    print(targets.to_string(float_format="{:.1f}".format))
+    uniform = LayerTargets(dict.fromkeys(one, pct))
+    plans = {"uniform": uniform, "targets from one level": one, "targets from curves": curves}
+    table = compare_plans(learn, plans, evaluate)
+    print(
+        f"\nHeld-out accuracy at {pct:g} % sparsity, in one shot and after 2 epochs of fine-tuning "
+        "with SparsifyCallback:\n"
+    )
+    print(table.to_string(float_format="{:.3f}".format))
 
-def print_pruned(learn:Learner, sweep, out:Path, evaluate:Callable, pct:float):
+def print_pruned(
+    learn:Learner,     # trained; comes back as it was
+    sweep:SweepResult, # over pruning
+    out:Path,          # folder for the targets
+    evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
+    pct:float,         # target for the channels, percent
+):
     "Targets for pruning, and what they do"
     curves = sweep.to_layer_targets(learn.model, pct)
     curves.to_json(out/"pruning_targets.json")
-    uniform = uniform_of_size(learn, curves)
     print(f"\nTargets for {pct:g} % of the channels, from curves; coupled layers share one:\n")
     print(pd.Series(curves, name="percent").to_string(float_format="{:.1f}".format))
+    uniform = uniform_of_size(learn, curves)
+    plans = {f"uniform {uniform} %, same size": uniform, "targets from curves": curves}
+    table = compare_pruned(learn, plans, evaluate)
     print("\nPruned in one shot, and during 2 epochs of fine-tuning with PruneCallback:\n")
-    print(compare_pruned(learn, {f"uniform {uniform} %, same size": uniform, "targets from curves": curves}, evaluate).to_string(float_format="{:.3f}".format))
+    print(table.to_string(float_format="{:.3f}".format))
 
 # %% ../../nbs/show/01_demo.ipynb #efdf4e3a
 def print_demo(
@@ -197,9 +246,12 @@ def print_demo(
     print("Training ResNet-18 on scikit-learn's digits ...")
     learn, out = digits_learner(epochs), Path(out)
     evaluate = learner_eval(learn, dl=learn.dls[2])
-    print(f"accuracy on 300 held-out digits: {evaluate(learn.model).mean().item():.4f}\n\nAnalysing, one layer at a time, on 297 other digits ...")
+    print(f"accuracy on 300 held-out digits: {evaluate(learn.model).mean().item():.4f}")
+    print("\nAnalysing, one layer at a time, on 297 other digits ...")
     sweep, bits, pruning = analyse(learn, out)
-    for r in (sweep[-1], bits, pruning[1]): print(); r.summary()
+    for r in (sweep[-1], bits, pruning[1]):
+        print()
+        r.summary()
     print_sparse(learn, sweep, out, evaluate, pct)
     print_pruned(learn, pruning, out, evaluate, channels)
     print(f"\nPlots, CSV and JSON are in {out}/")
