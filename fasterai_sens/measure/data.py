@@ -19,10 +19,12 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..core.state import leave_no_trace
 from ..core.inputs import Fields, FirstBatches, call, logits_of, mapped, split, tensors_in, to_device
-from .objectives import class_axis
+from .objectives import class_axis, kl_divergence
 
 # %% ../../nbs/measure/03_data.ipynb #7e8368fc
-def plain_tensor(x)->Tensor:
+def plain_tensor(
+    x, # a tensor, or anything else, which is returned as it is
+):
     "Without fastai's subclass, which `vmap` does not know"
     return x.as_subclass(Tensor) if isinstance(x, Tensor) else x
 
@@ -31,52 +33,107 @@ def refuse(
     write:str, # a metric that would do
 ):
     "Raises ValueError: this is no classification"
-    raise ValueError(f"data as eval_fn means the accuracy of a classifier, and {got}; write eval_fn=evaluation(data, {write}) instead")
+    raise ValueError(f"data as eval_fn means the accuracy of a classifier, and {got}; "
+                     f"write eval_fn=evaluation(data, {write}) instead")
 
+# %% ../../nbs/measure/03_data.ipynb #d40f69d3
+def _are_binary(targs:Tensor)->bool:
+    "Whether all targets are 0 or 1"
+    is_either = (targs == 0) | (targs == 1)
+    return bool(is_either.all())
+
+def _sum_to_one(targs:Tensor)->bool:
+    "Whether the targets of each sample are probabilities of the classes"
+    if (targs < 0).any(): return False
+    sums = targs.float().sum(1)
+    return torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
+
+def _refuse_one_logit(
+    targs:Tensor, # what came with the batch
+    shapes:str,   # of outputs and targets, in words
+):
+    "Raises ValueError: the model has one output"
+    is_regression = targs.is_floating_point() and not _are_binary(targs)
+    if is_regression: refuse(shapes, "lambda out, y: -(out.flatten() - y.flatten()).square()")
+    refuse(f"{shapes}: one logit, not one for each class", "lambda out, y: (out.flatten() > 0) == y.flatten().bool()")
+
+# %% ../../nbs/measure/03_data.ipynb #8e580413
 def class_numbers(
     logits:Tensor, # `[n, classes, ...]`
     targs,         # class numbers, or probabilities shaped like the logits
 ):                 # class numbers
     "Targets of a classifier. Raises ValueError if they, or the outputs, are those of something else"
-    if not isinstance(logits, Tensor): refuse(f"the model returns {type(logits).__name__}", "lambda out, y: out[0].argmax(1) == y")
-    if not isinstance(targs, Tensor): refuse(f"the targets are {type(targs).__name__}", "lambda out, y: out.argmax(1) == y[0]")
-    shapes = f"outputs are {tuple(logits.shape)}, targets {tuple(targs.shape)} of {str(targs.dtype).removeprefix('torch.')}"
-    if logits.dim() < 2 or logits.shape[1:] == (1,):
-        if targs.is_floating_point() and not ((targs == 0) | (targs == 1)).all(): refuse(shapes, "lambda out, y: -(out.flatten() - y.flatten()).square()")
-        refuse(f"{shapes}: one logit, not one for each class", "lambda out, y: (out.flatten() > 0) == y.flatten().bool()")
+    if not isinstance(logits, Tensor):
+        refuse(f"the model returns {type(logits).__name__}", "lambda out, y: out[0].argmax(1) == y")
+    if not isinstance(targs, Tensor):
+        refuse(f"the targets are {type(targs).__name__}", "lambda out, y: out.argmax(1) == y[0]")
+    dtype = str(targs.dtype).removeprefix("torch.")
+    shapes = f"outputs are {tuple(logits.shape)}, targets {tuple(targs.shape)} of {dtype}"
+    has_one_logit = logits.dim() < 2 or logits.shape[1:] == (1,)
+    if has_one_logit: _refuse_one_logit(targs, shapes)
     if targs.shape == logits.shape and targs.dim() == 2:
-        one_each = (targs >= 0).all() and torch.allclose(targs.float().sum(1), torch.ones(len(targs), device=targs.device), atol=1e-4)
-        if one_each: return targs.argmax(1)
-        if ((targs == 0) | (targs == 1)).all(): refuse(f"{shapes}: several classes at once", "lambda out, y: ((out > 0) == y.bool()).float().mean(1)")
-    if targs.is_floating_point(): refuse(f"{shapes}: numbers, not classes", "lambda out, y: -(out - y).square().flatten(1).mean(1)")
-    return targs[:, 0] if logits.dim() == 2 and targs.shape[1:] == (1,) else targs
+        if _sum_to_one(targs): return targs.argmax(1)
+        if _are_binary(targs):
+            refuse(f"{shapes}: several classes at once", "lambda out, y: ((out > 0) == y.bool()).float().mean(1)")
+    if targs.is_floating_point():
+        refuse(f"{shapes}: numbers, not classes", "lambda out, y: -(out - y).square().flatten(1).mean(1)")
+    is_column = logits.dim() == 2 and targs.shape[1:] == (1,)
+    return targs[:, 0] if is_column else targs
 
-# %% ../../nbs/measure/03_data.ipynb #d40f69d3
+# %% ../../nbs/measure/03_data.ipynb #ea0e92dd
 def shifts(
     model:nn.Module, # any model
 )->bool:
-    "Whether the model predicts the next token, so that its targets come one place later: a causal language model of Hugging Face, by the name of its class"
-    model = getattr(model, "_orig_mod", model)
-    return any(re.search(r"CausalLM|LMHeadModel", c.__name__) for c in type(model).__mro__)
+    """Whether the model predicts the next token, so that its targets come one place later
 
+    That is a causal language model of Hugging Face, known by the name of its class.
+    """
+    model = getattr(model, "_orig_mod", model)   # of a compiled model the original
+    names = [cls.__name__ for cls in type(model).__mro__]
+    return any(re.search(r"CausalLM|LMHeadModel", name) for name in names)
+
+def _logits_and_classes(out, targs)->tuple:
+    "Logits `[n, classes, ...]` and class numbers `[n, ...]`. Raises ValueError if that is not what they are"
+    logits = plain_tensor(logits_of(out))
+    if isinstance(targs, np.ndarray | list): targs = torch.as_tensor(targs)
+    targs = class_numbers(logits, plain_tensor(targs))
+    in_a_mapping = logits_of(out) is not out
+    axis = class_axis(Fields(logits=logits) if in_a_mapping else logits, targs)
+    logits = logits.detach().movedim(axis, 1)
+    if logits.shape[:1] + logits.shape[2:] != targs.shape:
+        shapes = f"outputs are {tuple(logits.shape)} with classes on the second axis, targets {tuple(targs.shape)}"
+        refuse(shapes, "lambda out, y: out.argmax(1) == y")
+    return logits, targs
+
+def _check_classes_exist(numbers:Tensor, classes:int):
+    "Raises ValueError for class numbers that the model does not have"
+    if not len(numbers): return
+    low, high = numbers.min(), numbers.max()
+    if low < 0 or high >= classes:
+        raise ValueError(f"targets go from {low} to {high}, and the model has {classes} classes: 0 to {classes - 1}")
+
+# %% ../../nbs/measure/03_data.ipynb #4e5c200e
 def classified(
     model:nn.Module, # that made the outputs
     out,             # what it returned for a batch
     targs,           # what came with the batch
-)->tuple:            # log-probabilities `[n, classes, places]`, class numbers `[n, places]`, bool where they count, whether places are tokens
-    "Outputs and targets of one batch of a classifier. Raises ValueError for what is no classification"
-    logits, named = plain_tensor(logits_of(out)), logits_of(out) is not out
-    targs = class_numbers(logits, plain_tensor(torch.as_tensor(targs) if isinstance(targs, np.ndarray | list) else targs))
-    logits = logits.detach().movedim(class_axis(Fields(logits=logits) if named else logits, targs), 1)
-    if logits.shape[:1] + logits.shape[2:] != targs.shape: refuse(f"outputs are {tuple(logits.shape)} with classes on the second axis, targets {tuple(targs.shape)}", "lambda out, y: out.argmax(1) == y")
+)->tuple:            # see the last line
+    """Outputs and targets of one batch of a classifier, as four things
+
+    Log-probabilities `[n, classes, places]`, class numbers `[n, places]`, bools that say where they count, and
+    whether places are tokens. Raises ValueError for anything but classification.
+    """
+    logits, targs = _logits_and_classes(out, targs)
     if targs.dim() == 2 and shifts(model): logits, targs = logits[:, :, :-1], targs[:, 1:]
     n, classes = logits.shape[:2]
+    places_are_tokens = logits.dim() == 3
+    of_images = logits.dim() > 3
     targs = targs.reshape(n, -1).long()
-    counts = (targs != -100) & ((targs != 255) | (logits.dim() < 4 or classes > 255))   # what PyTorch's losses leave out, and the border of segmented images
-    inside = targs[counts]
-    if len(inside) and not 0 <= inside.min() <= inside.max() < classes:
-        raise ValueError(f"targets go from {inside.min()} to {inside.max()}, and the model has {classes} classes: 0 to {classes - 1}")
-    return logits.reshape(n, classes, -1).float().log_softmax(1), targs, counts, logits.dim() == 3
+    counts = targs != -100
+    if of_images and classes <= 255: counts &= targs != 255
+    _check_classes_exist(targs[counts], classes)
+    logits = logits.reshape(n, classes, -1).float()
+    return logits.log_softmax(1), targs, counts, places_are_tokens
 
 # %% ../../nbs/measure/03_data.ipynb #9d8661a0
 @contextmanager
@@ -84,25 +141,38 @@ def same_draws(
     data, # a DataLoader, or batches
 ):
     "The generator with which a PyTorch DataLoader shuffles is as before after the block"
-    loaders = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
-    own = [g for o in loaders if isinstance(g := getattr(o, "generator", None), torch.Generator)]
-    states = [g.get_state() for g in own]
+    sources = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
+    found = [getattr(source, "generator", None) for source in sources]
+    generators = [g for g in found if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in generators]
     try: yield
     finally:
-        for g, state in zip(own, states, strict=True): g.set_state(state)
+        for g, state in zip(generators, states, strict=True): g.set_state(state)
+
+def _mark(t:Tensor)->tuple:
+    "The length, and a sum that changes with the numbers and with their order"
+    step = max(1, t.numel() >> 18)   # of large tensors every so many numbers
+    numbers = t.detach().flatten()[::step].double().nan_to_num()
+    places = torch.arange(1, len(numbers) + 1, device=t.device).double()
+    total = (numbers*places.sqrt()).sum()
+    return len(numbers), float(total)
 
 def checksum(
     x, # inputs and targets of a batch
 )->tuple:
     "Numbers that are the same only for the same tensors in the same order"
-    def one(t):
-        t = t.detach().flatten()[::max(1, t.numel() >> 18)].double().nan_to_num()   # of large batches every so many numbers
-        return len(t), float((t*torch.arange(1, len(t) + 1, device=t.device).double().sqrt()).sum())
-    return tuple(one(t) for t in tensors_in(x) if not t.is_complex() and t.layout == torch.strided)
+    marks = []
+    for t in tensors_in(x):
+        if t.layout == torch.strided and not t.is_complex(): marks.append(_mark(t))
+    return tuple(marks)
 
 # %% ../../nbs/measure/03_data.ipynb #c23b864e
 class ClassifierData:
-    "An `eval_fn` that is data: whether each sample is right, and how far its distribution over classes is from that of the untouched model"
+    """An `eval_fn` that is data
+
+    It gives whether each sample is right, and how far its distribution over classes is from that of the
+    untouched model.
+    """
     def __init__(self,
         data,        # DataLoader, list of batches, or one batch: a pair (inputs, targets), or a dict with labels
         sample=None, # one example input, where the model takes several
@@ -110,75 +180,154 @@ class ClassifierData:
     ):
         self.data, self.sample, self.name = data, sample, name
         self.untouched, self.order = None, None
+
     def new_baseline(self):
         "Forget the untouched model: the next one that is evaluated takes its place"
         self.untouched = None
-    def batches(self, device):
+
+    def batches(self,
+        device, # to put them on
+    ):
         "Inputs and targets, in the same order each time. Raises ValueError if they are not, or if there are none"
-        marks, loader = [], FirstBatches(self.data, None) if hasattr(self.data, "rng") else self.data
+        is_of_fastai = hasattr(self.data, "rng")
+        loader = FirstBatches(self.data, None) if is_of_fastai else self.data
+        marks = []
         with same_draws(self.data):
-            for batch in loader:
+            for i, batch in enumerate(loader):
                 x, y = self.pair(to_device(batch, device))
                 marks.append(checksum((x, y)))
-                if self.order is not None and self.order[len(marks) - 1:len(marks)] != marks[-1:]: self.other_order()
+                if self.order is not None and self.order[i:i + 1] != marks[i:]: self.other_order()
                 yield x, y
         if not marks: raise ValueError(f"{self.name} is empty: there is no batch in it")
         if self.order is not None and len(marks) != len(self.order): self.other_order()
         self.order = marks
+
     def other_order(self):
         "Raises ValueError"
-        raise ValueError(f"{self.name} must give the same samples in the same order each time, and these are others: use a DataLoader with shuffle=False and without random augmentation, or read it once with list(loader)")
+        raise ValueError(
+            f"{self.name} must give the same samples in the same order each time, and these are others: "
+            "use a DataLoader with shuffle=False and without random augmentation, or read it once with list(loader)"
+        )
 
 # %% ../../nbs/measure/03_data.ipynb #44fbbc13
 @patch
-def pair(self:ClassifierData, batch)->tuple:
+def _split(self:ClassifierData, batch)->tuple:
+    "A batch as inputs and targets, the targets None if there are none"
+    is_sequence = isinstance(batch, tuple | list)
+    n_inputs = getattr(self.data, "n_inp", None)
+    if is_sequence and n_inputs is not None:
+        x = batch[0] if n_inputs == 1 else tuple(batch[:n_inputs])
+        y = batch[n_inputs] if len(batch) == n_inputs + 1 else None
+        return x, y
+    if is_sequence and len(batch) == 2 and isinstance(batch[0], tuple | list | Mapping): return tuple(batch)
+    if isinstance(batch, tuple | list | Mapping | Tensor): return split(batch, self.sample)
+    raise ValueError(f"a batch of {self.name} is a pair, (inputs, targets), or a dict with labels; "
+                     f"got {type(batch).__name__}")
+
+@patch
+def pair(self:ClassifierData,
+    batch, # what the data gives
+)->tuple:  # inputs, targets
     "A batch as inputs and targets. Raises ValueError if there are no targets"
-    n = getattr(self.data, "n_inp", None)   # a fastai DataLoader knows how many are inputs
-    if isinstance(batch, tuple | list) and n is not None: x, y = batch[0] if n == 1 else tuple(batch[:n]), batch[n] if len(batch) == n + 1 else None
-    elif isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], tuple | list | Mapping): x, y = batch
-    elif isinstance(batch, tuple | list | Mapping | Tensor): x, y = split(batch, self.sample)
-    else: raise ValueError(f"a batch of {self.name} is a pair, (inputs, targets), or a dict with labels; got {type(batch).__name__}")
-    if y is None: raise ValueError(f"a batch of {self.name} needs targets: a pair, (inputs, targets), or a dict with labels; got {type(batch).__name__}" + (f" of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""))
+    x, y = self._split(batch)
+    if y is None:
+        got = type(batch).__name__
+        if isinstance(batch, Mapping): got += f" of {', '.join(map(repr, batch))}"
+        raise ValueError(f"a batch of {self.name} needs targets: a pair, (inputs, targets), or a dict with labels; "
+                         f"got {got}")
     return mapped(plain_tensor, x), y
+
+# %% ../../nbs/measure/03_data.ipynb #7d3ebb10
+def _means_where(
+    values:Tensor, # `[n, places]`
+    counts:Tensor, # bool, True where they count, same shape
+)->Tensor:         # one for each sample of which anything counts
+    "The mean of each sample over what counts"
+    sums = (values*counts).sum(1)
+    sizes = counts.sum(1)
+    some = counts.any(1)
+    return sums[some]/sizes[some]
+
+def _each_where(
+    values:Tensor, # `[n, places]`
+    counts:Tensor, # bool, True where they count, same shape
+)->list:           # of vectors, one for each sample of which anything counts
+    "The values of each sample that count"
+    some = counts.any(1).nonzero().flatten()
+    return [values[i][counts[i]] for i in some]
 
 @patch
 def __call__(self:ClassifierData,
     model:nn.Module, # evaluated in eval mode, without gradients; comes back as it was
-)->tuple:            # whether each sample is right, `[n]`, or a list of such for the tokens of each sequence; divergences in nats, `[n]`
-    "Accuracy and divergence from the untouched model, sample by sample"
-    right, away, seen, tokens = [], [], [], False
+)->tuple:            # whether each sample is right, `[n]`, or a list of vectors for sequences; divergences, `[n]`
+    "Accuracy and divergence in nats from the untouched model, sample by sample"
+    right, away, seen = [], [], []
+    device = next((p.device for p in model.parameters()), None)
     with leave_no_trace(model, weights=()), torch.no_grad():
         model.eval()
-        for k, (x, y) in enumerate(self.batches(next((p.device for p in model.parameters()), None))):
-            logp, targs, counts, tokens = classified(model, call(model, x), y)
+        for k, (x, y) in enumerate(self.batches(device)):
+            logp, targs, counts, places_are_tokens = classified(model, call(model, x), y)
             seen.append(logp)
-            p = logp if self.untouched is None else self.untouched[k]
-            if p.shape != logp.shape: self.other_order()
-            kl = torch.where(p.exp() > 0, p.exp()*(p - logp), 0.).sum(1)
-            hit, some = (logp.argmax(1) == targs).float(), counts.any(1)
-            size = counts.sum(1)[some]
-            away.append((kl*counts).sum(1)[some]/size)
-            right += [hit[i][counts[i]] for i in some.nonzero().flatten()] if tokens else [(hit*counts).sum(1)[some]/size]
+            untouched = logp if self.untouched is None else self.untouched[k]
+            if untouched.shape != logp.shape: self.other_order()
+            predicted = logp.argmax(1)
+            hits = (predicted == targs).float()
+            right += _each_where(hits, counts) if places_are_tokens else [_means_where(hits, counts)]
+            kl = kl_divergence(untouched, logp, 1)
+            away.append(_means_where(kl, counts))
     if self.untouched is None: self.untouched = seen
     if not sum(map(len, away)): raise ValueError(f"{self.name} has no target that counts")
-    return right if tokens else torch.cat(right), torch.cat(away)
+    return right if places_are_tokens else torch.cat(right), torch.cat(away)
 
-# %% ../../nbs/measure/03_data.ipynb #7d3ebb10
+# %% ../../nbs/measure/03_data.ipynb #31b3bbe8
+def _check_kind(
+    data,     # what the user gave, and it is not a function
+    name:str, # what the user calls it
+):
+    "Raises TypeError for what is not data in batches"
+    got = type(data).__name__
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(f"{name} is a function of the model or data in batches; got {got}: "
+                        "give DataLoader(dataset, batch_size=64)")
+    is_single = isinstance(data, str | bytes | Tensor | np.ndarray)
+    if is_single or not isinstance(data, Iterable):
+        raise TypeError(f"{name} is a function of the model; got {got}; or data of a classifier: "
+                        "a DataLoader, a list of batches, or a pair (inputs, targets)")
+
+def _check_not_of_fastai(
+    data,     # what the user gave
+    name:str, # what the user calls it
+):
+    "Raises TypeError for a Learner and for DataLoaders, in which there are several sets of data"
+    asked = f"{name} is a function of the model or data; got"
+    if hasattr(data, "dls"):
+        raise TypeError(f"{asked} a Learner: use SensitivityAnalyzer.from_learner, or its data, learn.dls.valid")
+    kind = type(data)
+    if hasattr(kind, "train") and hasattr(kind, "valid"):
+        raise TypeError(f"{asked} {kind.__name__}: take one of its loaders, such as dls.valid")
+
+# %% ../../nbs/measure/03_data.ipynb #b2fc242e
 def as_eval_fn(
-    eval_fn,        # function of the model; or data of a classifier: a DataLoader, a list of batches, or one pair (inputs, targets)
+    eval_fn,        # function of the model; or data of a classifier: a DataLoader, batches, or a pair (inputs, targets)
     name="eval_fn", # what the user calls it
     sample=None,    # one example input, where the model takes several
     higher_is_better=True, # direction that the user gave; data means accuracy, of which more is better
 )->Callable:        # model -> scores
-    "The function that is meant. Raises TypeError for what is neither a function nor data, ValueError for data that is empty, can be read only once, or comes with the wrong direction"
-    if hasattr(eval_fn, "dls"): raise TypeError(f"{name} is a function of the model or data; got a Learner: use SensitivityAnalyzer.from_learner, or its data, learn.dls.valid")
-    if hasattr(type(eval_fn), "train") and hasattr(type(eval_fn), "valid"): raise TypeError(f"{name} is a function of the model or data; got {type(eval_fn).__name__}: take one of its loaders, such as dls.valid")
+    """The function that is meant
+
+    Raises TypeError for anything that is neither a function nor data. Raises ValueError for data that is empty,
+    can be read only once, or comes with the wrong direction.
+    """
+    _check_not_of_fastai(eval_fn, name)
     if callable(eval_fn): return eval_fn
-    if isinstance(eval_fn, Dataset) and not isinstance(eval_fn, IterableDataset): raise TypeError(f"{name} is a function of the model or data in batches; got {type(eval_fn).__name__}: give DataLoader(dataset, batch_size=64)")
-    if isinstance(eval_fn, str | bytes | Tensor | np.ndarray) or not isinstance(eval_fn, Iterable):
-        raise TypeError(f"{name} is a function of the model; got {type(eval_fn).__name__}; or data of a classifier: a DataLoader, a list of batches, or a pair (inputs, targets)")
-    if not higher_is_better: raise ValueError(f"data as {name} means accuracy, of which more is better; leave higher_is_better=False out, or write {name}=evaluation(data, metric)")
-    if isinstance(eval_fn, Iterator): raise ValueError(f"{name} can be read only once, and is needed for every layer; give a list or a DataLoader")
-    if isinstance(eval_fn, Mapping) or isinstance(eval_fn, tuple) and len(eval_fn) == 2: return ClassifierData([eval_fn], sample, name)
-    if isinstance(eval_fn, tuple | list) and not eval_fn: raise ValueError(f"{name} is empty: there is no batch in it")
-    return ClassifierData(eval_fn, sample, name)
+    _check_kind(eval_fn, name)
+    if not higher_is_better:
+        raise ValueError(f"data as {name} means accuracy, of which more is better; "
+                         f"leave higher_is_better=False out, or write {name}=evaluation(data, metric)")
+    if isinstance(eval_fn, Iterator):
+        raise ValueError(f"{name} can be read only once, and is needed for every layer; give a list or a DataLoader")
+    if isinstance(eval_fn, tuple | list) and not eval_fn:
+        raise ValueError(f"{name} is empty: there is no batch in it")
+    is_pair = isinstance(eval_fn, tuple) and len(eval_fn) == 2
+    is_one_batch = is_pair or isinstance(eval_fn, Mapping)
+    return ClassifierData([eval_fn] if is_one_batch else eval_fn, sample, name)
