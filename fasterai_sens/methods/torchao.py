@@ -22,18 +22,20 @@ from .quantize import check_group_size, check_plan, find_sides, plan_options, pl
 def scale_block(
     shape:tuple,      # of a weight, `[out, in, *kernel]`
     per_channel=True, # a scale for each output, or one for all
-    group_size=None,  # a scale for each so many neighbours of an output; None: do not divide further
+    group_size=None,  # how many neighbours of an output share a scale; None: all of them
 )->tuple|None:        # sizes of the rectangle, one for each axis; None if the neighbours are no rectangle
     "The rectangle of weights that share a scale"
     if not per_channel: return tuple(shape)
     if group_size is None: return (1, *shape[1:])
-    sides, left = [], group_size
+    sides = []
+    left = group_size
     for size in reversed(shape[1:]):
         if left % size and size % left: return None
         side = min(size, left)
         sides.insert(0, side)
         left //= side
-    return (1, *sides) if left == 1 else None
+    if left > 1: return None   # the group is larger than an output
+    return (1, *sides)
 
 # %% ../../nbs/methods/05_torchao.ipynb #5596c801
 def holders(
@@ -41,9 +43,43 @@ def holders(
     unit:Unit,       # one weight
 )->dict:             # module name -> module
     "All modules that hold the weight of `unit`, also those that are not compressible themselves"
-    w, same = unit.weight, lambda p: p.data_ptr() == unit.weight.data_ptr() and p.numel() == w.numel()
-    names = [n.rpartition(".")[0] for n, p in model.named_parameters(remove_duplicate=False) if same(p)]
-    return {n: model.get_submodule(n) for n in names}
+    weight = unit.weight
+    found = {}
+    for path, p in model.named_parameters(remove_duplicate=False):
+        if p.data_ptr() != weight.data_ptr() or p.numel() != weight.numel(): continue
+        name, _, _ = path.rpartition(".")
+        found[name] = model.get_submodule(name)
+    return found
+
+# %% ../../nbs/methods/05_torchao.ipynb #b7af71f4
+def _kind_refusal(unit:Unit, held:dict)->str|None:
+    "Why torchao has no product for the weight of `unit` in the modules that hold it, or None"
+    fused = any(isinstance(m, nn.modules.linear.NonDynamicallyQuantizableLinear) for m in unit.modules)
+    if fused or unit.attr != "weight":
+        return "nn.MultiheadAttention computes with this weight in one fused operation, which torchao does not have"
+    for name, module in held.items():
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)): continue
+        return f"torchao runs Linear and Conv2d; this weight belongs to {type(module).__name__} {name!r}"
+    return None
+
+def _number_refusal(w:Tensor)->str|None:
+    "Why torchao cannot make integers of the numbers in `w`, or None"
+    if w.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        dtype = str(w.dtype).removeprefix("torch.")
+        return f"torchao takes float32, float16 and bfloat16; this weight is {dtype}"
+    if w.isfinite().all(): return None
+    return "it has weights that are not finite, for which there are no integers"
+
+def _group_refusal(w:Tensor, group_size:int)->str|None:
+    "Why groups of weights cannot have a scale each in torchao, or None"
+    why = group_misfit(w, group_size)
+    if why: return why
+    if scale_block(w.shape, group_size=group_size): return None
+    return (f"groups of {group_size} weights are no rectangle in its kernels of {tuple(w.shape[2:])}, "
+            "which torchao's scales need")
+
+# %% ../../nbs/methods/05_torchao.ipynb #a1196e60
+def _too_many(bits:int)->str: return f"torchao has integers of 2 to 8 bits, not {bits}"
 
 def torchao_refusal(
     model:nn.Module, # model with `unit`
@@ -53,25 +89,15 @@ def torchao_refusal(
     dynamic=False,   # whether the inputs of 8-bit linear layers are rounded too
 )->str|None:         # reason, or None
     "Why torchao cannot run `unit` with integers of `bits`"
-    w, held = unit.weight, holders(model, unit)
-    other = next((f"{type(m).__name__} {n!r}" for n, m in held.items() if not isinstance(m, (nn.Linear, nn.Conv2d, nn.Embedding))), None)
     if bits > 8: return _too_many(bits)
-    if unit.attr != "weight" or any(isinstance(m, nn.modules.linear.NonDynamicallyQuantizableLinear) for m in unit.modules):
-        return "nn.MultiheadAttention computes with this weight in one fused operation, which torchao does not have"
-    if other: return f"torchao runs Linear and Conv2d; this weight belongs to {other}"
-    if w.dtype not in (torch.float32, torch.float16, torch.bfloat16): return f"torchao takes float32, float16 and bfloat16; this weight is {str(w.dtype).removeprefix('torch.')}"
-    if not w.isfinite().all(): return "it has weights that are not finite, for which there are no integers"
-    rounds_inputs = dynamic and bits == 8 and any(isinstance(m, nn.Linear) for m in held.values())
+    w = unit.weight
+    held = holders(model, unit)
+    why = _kind_refusal(unit, held) or _number_refusal(w)
+    if why: return why
+    is_linear = any(isinstance(module, nn.Linear) for module in held.values())
+    rounds_inputs = dynamic and bits == 8 and is_linear
     if rounds_inputs and w.shape[1] == 1: return "torchao does not round the single input of a layer"
-    return _no_block(w, group_size) if group_size else None
-
-def _no_block(w:Tensor, group_size:int)->str|None:
-    "Why groups of weights cannot have a scale each in torchao, or None"
-    if why := group_misfit(w, group_size): return why
-    if scale_block(w.shape, group_size=group_size): return None
-    return f"groups of {group_size} weights are no rectangle in its kernels of {tuple(w.shape[2:])}, which torchao's scales need"
-
-def _too_many(bits:int)->str: return f"torchao has integers of 2 to 8 bits, not {bits}"
+    return _group_refusal(w, group_size) if group_size else None
 
 # %% ../../nbs/methods/05_torchao.ipynb #b82a867f
 def split_plan(
@@ -80,13 +106,21 @@ def split_plan(
     group_size=None, # weights that share a scale; None: as the plan was measured
     dynamic=False,   # whether the inputs of 8-bit linear layers are rounded too
 )->tuple:            # `BitPlan` that torchao can run, measured as `plan` was; list of `(name, reason)` for the rest
-    "Divide a plan into what `to_torchao_config` takes and what stays in floating point. Raises KeyError for an unknown name"
-    found, skipped = plan_units(model, plan), [] if isinstance(plan, dict) else find_units(model)[1]
+    """Divide a plan into what `to_torchao_config` takes and what stays in floating point
+
+    Raises KeyError for an unknown name."""
+    units = plan_units(model, plan)
+    is_for_all = not isinstance(plan, dict)
+    left = list(find_units(model)[1]) if is_for_all else []
     group_size = plan_options(plan, quant_group_size=group_size)["quant_group_size"]
-    reasons = {u.name: torchao_refusal(model, u, bits, group_size, dynamic) for u, bits in found.items()}
-    bits = {u.name: bits for u, bits in found.items() if reasons[u.name] is None}
-    runs = BitPlan(bits, settings=getattr(plan, "settings", ()), weights=getattr(plan, "weights", ()))
-    return runs, skipped + [(n, why) for n, why in reasons.items() if why]
+    runs = {}
+    for unit, bits in units.items():
+        why = torchao_refusal(model, unit, bits, group_size, dynamic)
+        if why: left.append((unit.name, why))
+        else: runs[unit.name] = bits
+    settings = getattr(plan, "settings", ())
+    weights = getattr(plan, "weights", ())
+    return BitPlan(runs, settings=settings, weights=weights), left
 
 # %% ../../nbs/methods/05_torchao.ipynb #bbb09fd5
 def torchao_quantization():
@@ -97,24 +131,30 @@ def torchao_quantization():
     if not hasattr(ao, "FqnToConfig"): raise ImportError(f"this needs torchao 0.15 or newer: {how}")
     return ao
 
+# %% ../../nbs/methods/05_torchao.ipynb #26bbbad6
 def integer_weight(
     w:Tensor,         # float32, float16 or bfloat16 `[out, in, *kernel]`
     bits:int,         # 2..8
     per_channel=True, # a scale for each output, or one for all
-    group_size=None,  # a scale for each so many neighbours of an output; None: do not divide further
+    group_size=None,  # how many neighbours of an output share a scale; None: all of them
     symmetric=True,   # zero in the middle, or integers that span the weights
 ):                    # `torchao.quantization.IntxUnpackedToInt8Tensor`
     "`w` as torchao stores it, on the grids that `fake_quantize_weight` rounds to. Raises ImportError without torchao"
     ao = torchao_quantization()
     w = w.detach()
-    rows, grid = scale_rows(w.float(), per_channel, group_size), weight_grid(w, bits, per_channel, group_size, symmetric)
+    rows = scale_rows(w.float(), per_channel, group_size)
+    grid = weight_grid(w, bits, per_channel, group_size, symmetric)
     middle = 0 if symmetric else 2**(bits-1)   # torchao's integers go from -middle, an asymmetric grid's from 0
     zero = grid.zero - middle
-    q = (fake_quantize(rows, grid)/grid.scale[:, None]).round() + zero[:, None]
+    steps = (fake_quantize(rows, grid)/grid.scale[:, None]).round()
+    integers = (steps + zero[:, None]).to(torch.int8).reshape(w.shape)
     block = scale_block(w.shape, per_channel, group_size)
     counts = [size//side for size, side in zip(w.shape, block, strict=True)]
-    q, scale, zero = q.to(torch.int8).reshape(w.shape), grid.scale.reshape(counts), zero.to(torch.int8).reshape(counts)
-    return ao.IntxUnpackedToInt8Tensor(q, scale, zero, getattr(torch, f"int{bits}"), block, w.dtype, None)
+    scale = grid.scale.reshape(counts)
+    zero = zero.to(torch.int8).reshape(counts)
+    kind = getattr(torch, f"int{bits}")
+    rounding_of_inputs = None
+    return ao.IntxUnpackedToInt8Tensor(integers, scale, zero, kind, block, w.dtype, rounding_of_inputs)
 
 # %% ../../nbs/methods/05_torchao.ipynb #e12cd627
 @cache
@@ -127,15 +167,17 @@ def grid_config():
         "Weights as integers, on the grids that were measured"
         bits:int             # 2..8
         per_channel:bool     # a scale for each output, or one for all
-        group_size:int|None  # a scale for each so many neighbours of an output
+        group_size:int|None  # how many neighbours of an output share a scale; None: all of them
         symmetric:bool       # zero in the middle, or integers that span the weights
     @register_quantize_module_handler(GridConfig)
     def exchange(module, config):
-        integers = integer_weight(module.weight, config.bits, config.per_channel, config.group_size, config.symmetric)
+        how = config.per_channel, config.group_size, config.symmetric
+        integers = integer_weight(module.weight, config.bits, *how)
         module.weight = nn.Parameter(integers, requires_grad=False)
         return module
     return GridConfig
 
+# %% ../../nbs/methods/05_torchao.ipynb #d9a12d4c
 def layer_config(
     bits:int,        # 2..8
     linear=True,     # a linear layer, not a convolution or an embedding
@@ -155,46 +197,62 @@ def torchao_options(
     dynamic=False, # round the inputs of 8-bit linear layers too
     **given,       # `per_channel`, `group_size`, `symmetric`; None: as the plan was measured
 )->dict:           # the same three, none of them open
-    "How torchao has to carry out `plan`. Raises ValueError for what contradicts the plan, or what torchao cannot do"
-    options = plan_options(plan, **{f"quant_{name}": value for name, value in given.items()})
+    "How torchao has to carry out `plan`. Raises ValueError if the plan is contradicted, or if torchao cannot do it"
+    asked = {f"quant_{name}": value for name, value in given.items()}
+    options = plan_options(plan, **asked)
     check_group_size(options["quant_group_size"], options["quant_per_channel"])
     how = {name: options[f"quant_{name}"] for name in given}
     if find_sides(options["quant_activations"]):
-        raise ValueError(f"the plan was measured with activations={plan.settings['activations']!r} on fixed ranges, which torchao does not have: "
-                         "it rounds inputs row by row as they come; pass dict(plan) to run the weights alone")
+        activations = plan.settings["activations"]
+        raise ValueError(
+            f"the plan was measured with activations={activations!r} on fixed ranges, which torchao does not have: "
+            "it rounds inputs row by row as they come; pass dict(plan) to run the weights alone")
     if not dynamic: return how
     if getattr(plan, "settings", None):
-        raise ValueError("dynamic=True rounds the inputs too, and the plan was measured without that; pass dict(plan) to run it in another way than was measured")
+        raise ValueError(
+            "dynamic=True rounds the inputs too, and the plan was measured without that; "
+            "pass dict(plan) to run it in another way than was measured")
     if how != dict(per_channel=True, group_size=None, symmetric=True):
-        raise ValueError("dynamic=True knows one symmetric scale for each output: leave per_channel, group_size and symmetric as they are, or dynamic")
+        raise ValueError(
+            "dynamic=True knows one symmetric scale for each output: "
+            "leave per_channel, group_size and symmetric as they are, or dynamic")
     return how
 
 # %% ../../nbs/methods/05_torchao.ipynb #db4edfaf
-def to_torchao_config(
-    plan,            # layer name -> bits 2..8
-    model=None,      # the model the plan is for, to check names and kinds and to find tied weights; None: trust the plan, all its layers are linear
-    *, dynamic=False, # round the inputs of 8-bit linear layers too, each row to 8 bits as it comes, with weights on torchao's own grid
-    per_channel=None, # a scale for each output, or one for all; None: as the plan was measured, else True
-    group_size=None, # weights that share a scale; None: as the plan was measured, else all of an output
-    symmetric=None,  # zero in the middle, or integers that span the weights; None: as the plan was measured, else True
-):                   # `torchao.quantization.FqnToConfig`
-    "What `torchao.quantization.quantize_(model, config, filter_fn=None)` takes; layers not named stay as they are. Raises ValueError for what torchao cannot run, KeyError for an unknown name, ImportError without torchao"
-    bits = check_plan(plan)
-    if not isinstance(bits, dict): raise ValueError(f"torchao takes layers by name: split_plan({plan}, model) names those that it can run")
-    how = torchao_options(plan, dynamic, per_channel=per_channel, group_size=group_size, symmetric=symmetric)
-    ao, entries = torchao_quantization(), _entries(plan, model, how["group_size"], dynamic)
-    return ao.FqnToConfig({n: layer_config(b, linear, dynamic, **how) for n, (b, linear) in entries.items()})
-
-def _entries(plan:dict, model, group_size, dynamic)->dict:
-    "Module name -> bits, and whether it is linear"
+def _list_entries(plan:dict, model, group_size, dynamic)->dict:
+    "Module name -> bits, and whether it is linear. Raises ValueError for layers that torchao cannot run"
     if model is None:
-        left = [(n, _too_many(bits)) for n, bits in plan.items() if bits > 8]
-        entries = {n: (bits, True) for n, bits in plan.items()}
+        left = [(name, _too_many(bits)) for name, bits in plan.items() if bits > 8]
+        entries = {name: (bits, True) for name, bits in plan.items()}
     else:
         runs, left = split_plan(plan, model, group_size, dynamic)
-        held = {u: holders(model, u) for u in target_units(model, runs)}
-        entries = {n: (runs[u.name], isinstance(m, nn.Linear)) for u in held for n, m in held[u].items()}
+        entries = {}
+        for unit in target_units(model, runs):
+            for name, module in holders(model, unit).items():
+                entries[name] = runs[unit.name], isinstance(module, nn.Linear)
     if not left: return entries
-    reasons = [f"{n!r}: {why}" for n, why in left[:5]]
+    reasons = [f"{name!r}: {why}" for name, why in left[:5]]
     if len(left) > 5: reasons.append("...")
     raise ValueError(f"torchao cannot run {'; '.join(reasons)} (split_plan(plan, model) divides a plan)")
+
+# %% ../../nbs/methods/05_torchao.ipynb #d2749ba8
+def to_torchao_config(
+    plan,            # layer name -> bits 2..8
+    model=None,      # the model, to check names and kinds and to find tied weights; None: all layers are linear
+    *, dynamic=False, # round the inputs of 8-bit linear layers too, row by row, with weights on torchao's own grid
+    per_channel=None, # a scale for each output, or one for all; None: as measured, else True
+    group_size=None, # how many weights of an output share a scale; None: as measured, else all of them
+    symmetric=None,  # zero in the middle, or integers that span the weights; None: as measured, else True
+):                   # `torchao.quantization.FqnToConfig`
+    """What `torchao.quantization.quantize_(model, config, filter_fn=None)` takes
+
+    Layers that are not named stay as they are. An option that is None is as the plan was measured, if it says so.
+    Raises ValueError for what torchao cannot run, KeyError for an unknown name, ImportError without torchao."""
+    bits = check_plan(plan)
+    if not isinstance(bits, dict):
+        raise ValueError(f"torchao takes layers by name: split_plan({plan}, model) names those that it can run")
+    how = torchao_options(plan, dynamic, per_channel=per_channel, group_size=group_size, symmetric=symmetric)
+    ao = torchao_quantization()
+    entries = _list_entries(plan, model, how["group_size"], dynamic)
+    configs = {name: layer_config(n, linear, dynamic, **how) for name, (n, linear) in entries.items()}
+    return ao.FqnToConfig(configs)
