@@ -26,15 +26,18 @@ from ..methods.criteria import GRADIENTS, Criterion, as_criterion
 from .objectives import Divergence, Evaluation, as_objective, joined
 from .data import plain_tensor
 
-# %% ../../nbs/measure/04_learner.ipynb #51d7141d
+# %% ../../nbs/measure/04_learner.ipynb #b268f47b
 def single_scores(
     metric:Callable, # (predictions, targets) -> scalar
     preds:Tensor,    # `[n, ...]`
     targs:Tensor,    # `[n, ...]`
 )->Tensor:           # `[n]`
     "The metric of each sample by itself"
-    try: each = torch.vmap(lambda p, t: metric(p[None], t[None]))(preds, targs)
-    except RuntimeError: each = torch.stack([torch.as_tensor(metric(p[None], t[None])) for p, t in zip(preds, targs, strict=True)])
+    def score(p, t): return metric(p[None], t[None])
+    try: each = torch.vmap(score)(preds, targs)
+    except RuntimeError:   # the metric does something that `vmap` cannot
+        scores = [score(p, t) for p, t in zip(preds, targs, strict=True)]
+        each = torch.stack([torch.as_tensor(number) for number in scores])
     return each.float().flatten()
 
 def is_sample_mean(
@@ -43,13 +46,38 @@ def is_sample_mean(
     targs:Tensor,    # `[n, ...]`
 )->bool:
     "Whether the metric is the mean over single samples, on these targets and, to rule out chance, on wrong ones"
-    if not isinstance(preds, Tensor) or not isinstance(targs, Tensor) or len(preds) != len(targs): return False
-    for t in (targs, targs.roll(1, 0)):
-        each = single_scores(metric, preds, t)
-        if len(each) != len(preds) or not torch.isclose(each.mean(), torch.as_tensor(float(metric(preds, t))), rtol=1e-4, atol=1e-6): return False
+    are_tensors = isinstance(preds, Tensor) and isinstance(targs, Tensor)
+    if not are_tensors or len(preds) != len(targs): return False
+    wrong = targs.roll(1, 0)
+    for some in (targs, wrong):
+        each = single_scores(metric, preds, some)
+        if len(each) != len(preds): return False
+        whole = torch.as_tensor(float(metric(preds, some)))
+        if not torch.isclose(each.mean(), whole, rtol=1e-4, atol=1e-6): return False
     return True
 
-# %% ../../nbs/measure/04_learner.ipynb #78d85384
+# %% ../../nbs/measure/04_learner.ipynb #014cf852
+def _several(targs)->tuple:
+    "Targets as fastai hands them on, one argument each"
+    return targs if isinstance(targs, tuple) else (targs,)
+
+def _accumulated(
+    learn,        # a fastai Learner
+    metric,       # a fastai Metric
+    preds:Tensor, # `[n, ...]`
+    targs,        # as the data has them
+)->Tensor:        # 0-d
+    "Value of a fastai metric that has a state; the state is put back"
+    yb = _several(targs)
+    with PutBack(lambda: keep_objects([metric])):
+        metric.reset()
+        seen = SimpleNamespace(pred=preds, y=targs, yb=yb, to_detach=learn.to_detach)
+        seen.loss_func = learn.loss_func
+        seen.loss = learn.loss_func(preds, *yb)
+        metric.accumulate(seen)
+        return torch.as_tensor(float(metric.value))
+
+# %% ../../nbs/measure/04_learner.ipynb #811ac660
 def first_metric(
     learn, # a fastai Learner
 ):         # a function, or a fastai Metric
@@ -66,16 +94,26 @@ def learner_metric(
     if not isinstance(learn, Learner): raise TypeError(f"learn is a fastai Learner; got {type(learn).__name__}")
     if metric is None: metric = first_metric(learn)
     name = getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__)
-    f = metric.func if isinstance(metric, AvgMetric) and hasattr(metric, "func") else metric
-    if isinstance(f, Metric): return name, lambda p, t: _accumulated(learn, f, p, t)
-    if not callable(f): raise TypeError(f"metric is a function of predictions and targets, or a fastai metric of one; got {type(metric).__name__}")
-    decided = []   # at the first call, the baseline: what comes later must be comparable with it
+    is_average = isinstance(metric, AvgMetric) and hasattr(metric, "func")
+    f = metric.func if is_average else metric
+    if isinstance(f, Metric):
+        def value(p, t): return _accumulated(learn, f, p, t)
+        return name, value
+    if not callable(f):
+        kind = type(metric).__name__
+        raise TypeError(f"metric is a function of predictions and targets, or a fastai metric of one; got {kind}")
+    return name, _by_sample(f)
+
+def _by_sample(f:Callable)->Callable:
+    "A metric as a function that gives a score for each sample, if it is a mean over them, else a number"
+    decided = []   # whether it is, from the first call on
     def score(p, t):
         if not decided: decided.append(is_sample_mean(f, p, t))
-        return single_scores(f, p, t) if decided[0] else torch.as_tensor(float(f(p, *_several(t))))
-    return name, score
+        if decided[0]: return single_scores(f, p, t)
+        return torch.as_tensor(float(f(p, *_several(t))))
+    return score
 
-# %% ../../nbs/measure/04_learner.ipynb #672b2a45
+# %% ../../nbs/measure/04_learner.ipynb #24f901ee
 def _keep_losses():
     "A fastai callback that keeps the loss of every sample of a validation"
     from fastai.callback.core import Callback
@@ -83,36 +121,20 @@ def _keep_losses():
     class KeepLosses(Callback):
         "Keeps the loss of every sample"
         def before_validate(self): self.kept = []
+
         def after_batch(self):
             if not len(self.yb): return
             n, loss = find_bs(self.yb), plain_tensor(self.learn.loss)
-            self.kept.append(self.learn.to_detach(loss.reshape(n, -1).mean(1) if loss.numel() % n == 0 else loss.mean().expand(n)))
+            has_samples = loss.numel() % n == 0
+            each = loss.reshape(n, -1).mean(1) if has_samples else loss.mean().expand(n)
+            self.kept.append(self.learn.to_detach(each))
+
         def losses(self, preds, targs):
             "`[n]`"
             if not self.kept: raise ValueError("the data has no targets, so there is no loss; say objective=None")
             return torch.cat(self.kept)
     return KeepLosses()
 
-def _keep_outputs()->tuple:
-    "Two fastai callbacks: one keeps each `ModelOutput` or dict and leaves its logits to be gathered, since fastai cannot gather those; one puts it back"
-    from fastai.callback.core import Callback
-    class KeepOutputs(Callback):
-        "Keeps outputs that are mappings"
-        order = -1
-        def before_validate(self): self.kept = []
-        def after_batch(self):
-            self.whole = getattr(self.learn, "pred", None)
-            if not isinstance(self.whole, Mapping): return
-            self.kept.append(mapped(lambda t: t.detach().cpu(), self.whole))
-            self.learn.pred = logits_of(self.whole)
-    class PutBack(Callback):
-        "Gives metrics the whole output"
-        order = 1
-        def after_batch(self): self.learn.pred = keep.whole
-    keep = KeepOutputs()
-    return keep, PutBack()
-
-# %% ../../nbs/measure/04_learner.ipynb #4bee654d
 def _unreduced(learn):
     "The Learner's loss function returns a loss for each sample in the block, if it can"
     loss = learn.loss_func
@@ -120,46 +142,73 @@ def _unreduced(learn):
     except ValueError: can = False   # a function that does not say what it takes
     return learn.loss_not_reduced() if can else nullcontext()
 
+# %% ../../nbs/measure/04_learner.ipynb #7f878fad
 def default_objective(
     learn, # a fastai Learner
 )->str:    # "kl" or "loss"
     "What `objective='auto'` means: KL divergence for a classifier, known by its cross-entropy loss, else the loss"
     f = getattr(learn.loss_func, "func", learn.loss_func)
     name = getattr(f, "__name__", type(f).__name__).lower()
-    return "kl" if re.search(r"cross_?entropy|nll|focal", name) and "binary" not in name else "loss"
+    is_of_classes = re.search(r"cross_?entropy|nll|focal", name) and "binary" not in name
+    return "kl" if is_of_classes else "loss"
 
 def learner_objective(
     learn,     # a fastai Learner
     objective, # "auto", "loss", "kl", a function of predictions and targets, or None
-)->tuple:      # (predictions, targets) -> per-sample values or a number, or None; callbacks that must be there when the Learner runs
+)->tuple:      # (predictions, targets) -> values per sample or a number, or None; the callbacks that it needs
     "The objective that is meant. Raises ValueError for an unknown name or a missing loss, TypeError for anything else"
     if objective == "auto": objective = default_objective(learn)
     if objective == "kl": return Divergence(getattr(learn.loss_func, "axis", 1)), []
     if objective != "loss": return as_objective(objective, "'auto', 'loss', 'kl'"), []
-    if not callable(learn.loss_func): raise ValueError("the learner has no loss_func to take as objective; set it, or give a function of (predictions, targets)")
-    cb = _keep_losses()
-    return cb.losses, [cb]
+    if not callable(learn.loss_func):
+        raise ValueError("the learner has no loss_func to take as objective; "
+                         "set it, or give a function of (predictions, targets)")
+    keep = _keep_losses()
+    return keep.losses, [keep]
 
+# %% ../../nbs/measure/04_learner.ipynb #3237b898
+def _keep_outputs()->tuple:
+    "Two fastai callbacks: one keeps outputs that are mappings, and leaves their logits; one gives them back"
+    from fastai.callback.core import Callback
+    class KeepOutputs(Callback):
+        "Keeps outputs that are mappings"
+        order = -1
+        def before_validate(self): self.kept = []
 
-#
-# Callbacks such as mixed precision prepare themselves at the start of a fit, so a validation tells them that one starts. The recorder and
-# schedulers take that as the sign to forget the last one. What a Learner and its callbacks hold is put back after each validation.
+        def after_batch(self):
+            self.whole = getattr(self.learn, "pred", None)
+            if not isinstance(self.whole, Mapping): return
+            self.kept.append(mapped(lambda t: t.detach().cpu(), self.whole))
+            self.learn.pred = logits_of(self.whole)
 
-# %% ../../nbs/measure/04_learner.ipynb #f85e5687
+    class GiveOutputsBack(Callback):
+        "Gives metrics the whole output"
+        order = 1
+        def after_batch(self): self.learn.pred = keep.whole
+    keep = KeepOutputs()
+    return keep, GiveOutputsBack()
+
+# %% ../../nbs/measure/04_learner.ipynb #ecb2c979
 def keep_learner(
     learn, # a fastai Learner
 )->Callable: # call it to put everything back
     "Remember what a Learner holds, and its callbacks, metrics and loss; models and optimizers stay the same ones"
     from fastai.learner import Metric
-    parts = [learn, *learn.cbs, *learn.metrics, *(v for cb in learn.cbs for v in vars(cb).values() if isinstance(v, Metric)), learn.loss_func]
-    parts = list({id(o): o for o in parts if hasattr(o, "__dict__")}.values())
-    totals = [v for o in parts if isinstance(o, Metric) for v in vars(o).values() if isinstance(v, Tensor)]
-    back = [keep_objects(parts), keep_values(totals)]
-    def restore():
-        for f in back: f()
-    return restore
+    inner = [value for cb in learn.cbs for value in vars(cb).values() if isinstance(value, Metric)]
+    holders = [learn, *learn.cbs, *learn.metrics, *inner, learn.loss_func]
+    once = {id(holder): holder for holder in holders if hasattr(holder, "__dict__")}
+    parts = list(once.values())
+    metrics = [part for part in parts if isinstance(part, Metric)]
+    totals = [value for metric in metrics for value in vars(metric).values() if isinstance(value, Tensor)]
+    put_objects_back, put_totals_back = keep_objects(parts), keep_values(totals)
+    def put_back():
+        put_objects_back()
+        put_totals_back()
+    return put_back
 
-# %% ../../nbs/measure/04_learner.ipynb #a30c989f
+# %% ../../nbs/measure/04_learner.ipynb #bb22998a
+def _raw(x): return x
+
 def learner_eval(
     learn,       # a fastai Learner
     metric=None, # see `learner_metric`
@@ -170,83 +219,90 @@ def learner_eval(
     if dl is None and len(learn.dls.valid_ds) == 0: raise ValueError("the learner has no validation data; give dl")
     from fastai.callback.progress import ProgressCallback
     from fastai.data.load import DataLoader
-    (_, score), (objective, keeps) = learner_metric(learn, metric), learner_objective(learn, objective)
+    _, score = learner_metric(learn, metric)
+    objective, keeps = learner_objective(learn, objective)
     if dl is None and not isinstance(learn.dls.valid, DataLoader): dl = learn.dls.valid
     def run(model):
-        whole, back = _keep_outputs()
+        keep, give_back = _keep_outputs()
         with PutBack(lambda: keep_learner(learn)):
             learn.model = model
-            if hasattr(learn, "lock"): learn.lock = Lock()   # one that an interrupt leaves locked would stop the Learner for good
+            # an interrupt may have left the lock locked, which would stop the Learner for good
+            if hasattr(learn, "lock"): learn.lock = Lock()
             bars = [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
-            with learn.removed_cbs(bars), learn.no_logging(), _unreduced(learn) if keeps else nullcontext(): preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=[*keeps, whole, back])
-        return mapped(plain_tensor, joined(whole.kept) if whole.kept else preds), mapped(plain_tensor, targs)
+            single_losses = _unreduced(learn) if keeps else nullcontext()
+            with learn.removed_cbs(bars), learn.no_logging(), single_losses:
+                preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=[*keeps, keep, give_back])
+        if keep.kept: preds = joined(keep.kept)
+        return mapped(plain_tensor, preds), mapped(plain_tensor, targs)
     return Evaluation(run, score, objective)
 
-# %% ../../nbs/measure/04_learner.ipynb #014cf852
-def _accumulated(learn, metric, preds:Tensor, targs:Tensor)->Tensor:
-    "Value of a stateful fastai metric"
-    with PutBack(lambda: keep_objects([metric])):
-        metric.reset()
-        yb = _several(targs)
-        seen = SimpleNamespace(pred=preds, y=targs, yb=yb, loss=learn.loss_func(preds, *yb), loss_func=learn.loss_func, to_detach=learn.to_detach)
-        metric.accumulate(seen)
-        return torch.as_tensor(float(metric.value))
-
-def _raw(x): return x
-
-def _several(targs)->tuple:
-    "Targets as fastai hands them on, one argument each"
-    return targs if isinstance(targs, tuple) else (targs,)
-
-# %% ../../nbs/measure/04_learner.ipynb #7afeb51e
+# %% ../../nbs/measure/04_learner.ipynb #1f00c5ae
 def learner_sample(
     learn,   # a fastai Learner
     dl=None, # where to take it from; None: the validation set
 ):           # tensor, or tuple of tensors if the model takes several
     "One example input of the Learner's model, as a batch of one"
-    dl = learn.dls.valid if dl is None else dl
+    if dl is None: dl = learn.dls.valid
     batch = next(iter(FirstBatches(dl, 1)), None)
     if batch is None: raise ValueError("the data has no batch to take a sample from")
-    n = getattr(dl, "n_inp", len(batch) - 1)
-    inputs = tuple(plain_tensor(x)[:1] for x in batch[:n])
-    return inputs if n > 1 else inputs[0]
+    n_inputs = getattr(dl, "n_inp", len(batch) - 1)
+    inputs = tuple(plain_tensor(x)[:1] for x in batch[:n_inputs])
+    return inputs if n_inputs > 1 else inputs[0]
 
-# %% ../../nbs/measure/04_learner.ipynb #811ac660
 def learner_criterion(
     learn,    # a fastai Learner
     criteria, # a `Criterion` or function
 )->Criterion:
     "The criterion, with the Learner's loss if it needs one and has none"
-    c = as_criterion(criteria)
-    return replace(c, loss=learn.loss_func) if c.needs == GRADIENTS and c.loss is None else c
+    criterion = as_criterion(criteria)
+    lacks_loss = criterion.needs == GRADIENTS and criterion.loss is None
+    return replace(criterion, loss=learn.loss_func) if lacks_loss else criterion
 
-# %% ../../nbs/measure/04_learner.ipynb #7f878fad
-lower_words = (r"[a-z0-9]*(loss|error|entropy|perplexity|deviance|divergence|distance)[a-z0-9]*|n?r?mse|r?msle|r?mspe|mae|medae|s?mape|wape|mase|ape|epe|l[12]|err|errs"
-    r"|brier|hamming|hausdorff|wasserstein|nll|b?ce|ppl|kld?|jsd|[wct]er|mer|eer|f[pn]r|false_(positive|negative)s?|fid|kid|lpips|ece|bp[bcd]|bits|incorrect|wrong|mistakes?"
-    r"|mismatch|miss|missed|misses|regret|penalty|cost|risk|residuals?|criterion|latency|crps")
-higher_words = (r"[a-z0-9]*(accura|precision|recall|jaccard|kappa|matthews|likelihood|similarity|specificity|sensitivity)[a-z0-9]*|acc\d*|corr|corrcoef|correct|correlation"
-    r"|f\d+|f_?beta|[a-z]*auc|auroc|auprc|roc|m?ap|dice|m?iou|mcc|pearsonr?|spearmanr?|kendall(tau)?|r_?2|r2score|explained|[a-z]*bleu|rouge[a-z]?|meteor|chrf|bertscore|p?snr"
-    r"|(ms_?)?ssim|t[pn]r|true_(positive|negative)s?|[pn]pv|hits?|n?dcg|mrr|elbo|rewards?|agreement|match|top_?\d*k?|right|success|d2_[a-z0-9_]+")
+# %% ../../nbs/measure/04_learner.ipynb #d4de386d
+lower_words = (
+    r"[a-z0-9]*(loss|error|entropy|perplexity|deviance|divergence|distance)[a-z0-9]*"
+    r"|n?r?mse|r?msle|r?mspe|mae|medae|s?mape|wape|mase|ape|epe|l[12]|err|errs|brier|hamming|hausdorff|wasserstein"
+    r"|nll|b?ce|ppl|kld?|jsd|[wct]er|mer|eer|f[pn]r|false_(positive|negative)s?|fid|kid|lpips|ece|bp[bcd]|bits"
+    r"|incorrect|wrong|mistakes?|mismatch|miss|missed|misses|regret|penalty|cost|risk|residuals?|criterion|latency|crps"
+)
+higher_words = (
+    r"[a-z0-9]*(accura|precision|recall|jaccard|kappa|matthews|likelihood|similarity|specificity|sensitivity)[a-z0-9]*"
+    r"|acc\d*|corr|corrcoef|correct|correlation|f\d+|f_?beta|[a-z]*auc|auroc|auprc|roc|m?ap|dice|m?iou|mcc"
+    r"|pearsonr?|spearmanr?|kendall(tau)?|r_?2|r2score|explained|[a-z]*bleu|rouge[a-z]?|meteor|chrf|bertscore|p?snr"
+    r"|(ms_?)?ssim|t[pn]r|true_(positive|negative)s?|[pn]pv|hits?|n?dcg|mrr|elbo|rewards?|agreement|match|top_?\d*k?"
+    r"|right|success|d2_[a-z0-9_]+"
+)
 
 def last_word(
     words:str, # regular expression of words
     name:str,  # in lower case, words divided by underscores
 )->int:        # -1 if none is there
     "Where the last of `words` in `name` ends"
-    return max((m.end(1) for m in re.finditer(rf"(?<![a-z0-9])(?=({words})(?![a-z0-9]))", name)), default=-1)
+    pattern = rf"(?<![a-z0-9])(?=({words})(?![a-z0-9]))"
+    ends = [match.end(1) for match in re.finditer(pattern, name)]
+    return max(ends, default=-1)
+
+# %% ../../nbs/measure/04_learner.ipynb #6160531a
+def _with_underscores(name:str)->str:
+    "In lower case, words divided by underscores"
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 def name_falls(
     name:str, # of a metric or loss
 )->bool|None: # None if the name does not tell
     "Whether lower is better, by the words in a name"
-    divided = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    plain, divided = (re.sub(r"[^a-z0-9]+", "_", n.lower()).strip("_") for n in (name, divided))
-    lower, higher = (last_word(words, f"{plain}_{divided}") for words in (lower_words, higher_words))
-    negated = bool(re.match(r"(neg|negative|negated|minus)_", divided))
-    if lower == higher: return negated if re.search(r"(^|_)score", divided) else None   # scikit-learn's scores are to be maximized
-    return (lower > higher) != negated
+    at_capitals = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    divided = _with_underscores(at_capitals)
+    both = f"{_with_underscores(name)}_{divided}"
+    lower = last_word(lower_words, both)
+    higher = last_word(higher_words, both)
+    is_negated = bool(re.match(r"(neg|negative|negated|minus)_", divided))
+    if lower == higher:
+        is_score = re.search(r"(^|_)score", divided)
+        return is_negated if is_score else None   # scikit-learn's scores are to be maximized
+    return (lower > higher) != is_negated
 
-# %% ../../nbs/measure/04_learner.ipynb #3237b898
+# %% ../../nbs/measure/04_learner.ipynb #061b3153
 def unwrapped(
     metric, # a metric, loss or function, perhaps wrapped
 )->list:
@@ -262,18 +318,25 @@ def names_of(
     metric, # a metric, loss or function
 )->list:
     "The names of a function or class; of an object those of its classes"
-    if isinstance(name := getattr(metric, "__name__", None), str): return [name]
-    return [c.__name__ for c in type(metric).__mro__]
+    name = getattr(metric, "__name__", None)
+    if isinstance(name, str): return [name]
+    return [cls.__name__ for cls in type(metric).__mro__]
 
 def falls(
     metric,   # a metric, loss or function, perhaps wrapped
     name:str, # what it is called where it is shown
 )->bool:
-    "Whether lower is better, by what the metric says of itself (`higher_is_better`), or by its names. Raises ValueError if they do not tell, or contradict each other"
+    """Whether lower is better
+
+    By what the metric says of itself (`higher_is_better`), or by its names. Raises ValueError if they do not tell,
+    or contradict each other.
+    """
     parts = unwrapped(metric)
-    for m in parts:
-        if isinstance(told := getattr(m, "higher_is_better", None), bool): return not told
-    names = [name, *(n for m in parts for n in names_of(m))]
-    found = {told for n in names if (told := name_falls(n)) is not None}
-    if len(found) == 1: return found.pop()
-    raise ValueError(f"the name of the metric {name!r} does not tell whether lower or higher is better; say higher_is_better=True or higher_is_better=False")
+    for part in parts:
+        said = getattr(part, "higher_is_better", None)
+        if isinstance(said, bool): return not said
+    names = [name, *(n for part in parts for n in names_of(part))]
+    told = {name_falls(n) for n in names} - {None}
+    if len(told) == 1: return told.pop()
+    raise ValueError(f"the name of the metric {name!r} does not tell whether lower or higher is better; "
+                     "say higher_is_better=True or higher_is_better=False")
