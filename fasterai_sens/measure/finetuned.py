@@ -20,47 +20,71 @@ from .scores import check_functions
 from .objectives import forget_untouched
 from .data import as_eval_fn
 
-# %% ../../nbs/measure/05_finetuned.ipynb #caef45d5
+# %% ../../nbs/measure/05_finetuned.ipynb #e583744e
 def dropped_biases(
     model:nn.Module, # any model
 )->dict:             # bias parameter -> bool, True where it stays zero
     "The biases that are zero where all the weights of their filter are"
-    out = {}
+    stay = {}
     for unit in all_units(model)[0]:
-        empty = (unit.filters == 0).flatten(1).all(1)
+        is_gone = (unit.filters == 0).flatten(1).all(1)
         for bias, mine in unit.biases:
-            gone = out.setdefault(bias, torch.zeros_like(bias, dtype=torch.bool))
-            gone[mine] |= empty & (bias.detach()[mine] == 0)
-    return out
+            zeros = stay.setdefault(bias, torch.zeros_like(bias, dtype=torch.bool))
+            zeros[mine] |= is_gone & (bias.detach()[mine] == 0)
+    return stay
 
 # %% ../../nbs/measure/05_finetuned.ipynb #03f1fe86
+def _zeros_to_hold(model:nn.Module)->dict: # parameter -> bool, True where it stays zero
+    "The zeros of the weights, and of the biases of filters that are gone"
+    zeros = {}
+    for p in model.parameters():
+        is_weight = p.dim() > 1 and p.is_floating_point()   # biases may be zero, and learn
+        if is_weight: zeros[p] = p.detach() == 0
+    return zeros | dropped_biases(model)
+
+def _hold(
+    p:Tensor,    # a parameter
+    zero:Tensor, # bool, True where it stays as it is
+):
+    "No gradient for some weights, also if `p` is frozen now and thawed later"
+    needs = p.requires_grad
+    p.requires_grad_(True).register_hook(lambda grad: grad.masked_fill(zero.to(grad.device), 0))
+    p.requires_grad_(needs)
+
+# %% ../../nbs/measure/05_finetuned.ipynb #10ffd263
 @dataclass(frozen=True, eq=False)
 class FineTuned:
-    "An `eval_fn` for what is compressed to zeros, or without channels: what a copy of the model scores after `train`, with the zeros of its weights held, those of the untouched model too. Raises TypeError for what is no function, ValueError for a model that cannot be copied"
-    train:Callable   # model, in training mode -> anything; trains it in place with an optimizer of its own, a few batches are enough
+    """An `eval_fn` for what is compressed to zeros, or without channels: what a copy of the model scores after `train`
+
+    The zeros of its weights are held, those of the untouched model too. Raises TypeError for anything that is not
+    a function, ValueError for a model that cannot be copied.
+    """
+    train:Callable   # model, in training mode -> anything; trains it in place with an optimizer of its own
     eval_fn:Callable # model -> number or per-sample scores, or a pair with the objective
+
     def __post_init__(self):
         check_functions(train=self.train)
         object.__setattr__(self, "eval_fn", as_eval_fn(self.eval_fn))
+
     def __call__(self, model:nn.Module):
         "Train a copy, score it; the model itself is not touched"
         with PutBack(keep_switches), torch.inference_mode(False), torch.enable_grad():
-            try: copied = copy.deepcopy(model).train()
-            except RuntimeError as e: raise ValueError(f"FineTuned trains a copy, and this {type(model).__name__} cannot be copied: {e}") from e
-            zeros = {p: p.detach() == 0 for p in copied.parameters() if p.dim() > 1 and p.is_floating_point()}   # biases may be zero, and learn
-            zeros |= dropped_biases(copied)
+            copied = _copy_to_train(model)
+            zeros = _zeros_to_hold(copied)
             for p, zero in zeros.items():
                 if zero.any(): _hold(p, zero)
             with casts_not_kept(): self.train(copied)
         with torch.no_grad():
             for p, zero in zeros.items(): p.masked_fill_(zero.to(p.device), 0)
         return self.eval_fn(copied.eval())
+
     def new_baseline(self):
         "Forget the untouched model: the next one that is evaluated takes its place"
         forget_untouched(self.eval_fn)
 
-def _hold(p:Tensor, zero:Tensor):
-    "No gradient for some weights, also if `p` is frozen now and thawed later"
-    needs = p.requires_grad
-    p.requires_grad_(True).register_hook(lambda grad: grad.masked_fill(zero.to(grad.device), 0))
-    p.requires_grad_(needs)
+def _copy_to_train(model:nn.Module)->nn.Module:
+    "A copy in training mode. Raises ValueError if there can be none"
+    try: return copy.deepcopy(model).train()
+    except RuntimeError as e:
+        name = type(model).__name__
+        raise ValueError(f"FineTuned trains a copy, and this {name} cannot be copied: {e}") from e
