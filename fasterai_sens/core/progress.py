@@ -20,13 +20,19 @@ class Bar:
         verbose:bool, # False: it never appears
         text:str,     # what is being done
     ):
-        self.total, self.verbose, self.text, self.done = max(1, total), verbose, text, 0
-        self.start, self.last, self.shown = perf_counter(), -1., None
+        self.total = max(1, total)
+        self.verbose = verbose
+        self.text = text
+        self.done = 0
+        self.start = perf_counter()
+        self.last = -1.     # when it was drawn last, in seconds after the start
+        self.shown = None   # fastprogress' bar, once it has appeared
     def __call__(self,
         text:str="", # what was done; empty: as before
     ):
         "Go on by a step"
-        self.done, self.text = min(self.done + 1, self.total), text or self.text
+        self.done = min(self.done + 1, self.total)
+        if text: self.text = text
         report(self.text)
     def show(self,
         text:str, # to stand behind the bar
@@ -35,23 +41,30 @@ class Bar:
         spent = perf_counter() - self.start
         if spent < patience or spent - self.last < .2: return
         self.last = spent
-        if self.shown is None:
-            from fastprogress.fastprogress import progress_bar
-            self.shown = progress_bar(range(self.total))
-            self.shown.update(0)
-        self.shown.comment, self.shown.last_t, self.shown.start_t = text, time(), time() - spent
+        if self.shown is None: self._appear()
+        self.shown.comment = text
+        self.shown.last_t = time()
+        self.shown.start_t = time() - spent
         self.shown.update_bar(min(self.done, self.total - 1))
+    def _appear(self):
+        "Draw the bar for the first time"
+        from fastprogress.fastprogress import progress_bar
+        self.shown = progress_bar(range(self.total))
+        self.shown.update(0)
     def close(self):
         "Fill up, if it has appeared"
-        if self.shown is not None: self.shown.update(self.total)
+        if self.shown is None: return
+        self.shown.update(self.total)
 
 # %% ../../nbs/core/00_progress.ipynb #d09cf29b
 def report(
     text:str, # what is being done
 ):
-    "Say it behind the bar at work, if there is one"
-    if _open and all(bar.verbose for bar in _open): _open[0].show(text)
+    "Say it behind the outermost bar at work, if there is one"
+    if not _open: return
+    if all(bar.verbose for bar in _open): _open[0].show(text)
 
+# %% ../../nbs/core/00_progress.ipynb #15e730d2
 @contextmanager
 def slow_bar(
     total:int=1,       # steps, about
