@@ -26,8 +26,8 @@ def keep_modules(
 )->Callable:         # call it to put them back
     "Remember attributes, modes, hooks and the tensors' places of every module"
     kept = [(m, type(m), m.training, dict(vars(m))) for m in model.modules()]
-    inner = [own[k] for *_, own in kept for k in containers_of_torch if k in own]
-    full = [(v, v.copy()) for v in inner if v]   # most are empty
+    inner = [own[name] for *_, own in kept for name in containers_of_torch if name in own]
+    full = [(container, container.copy()) for container in inner if container]   # most are empty
     def restore():
         for m, cls, training, own in kept:
             if type(m) is not cls: m.__class__ = cls   # a parametrization gives the module a class of its own
@@ -40,62 +40,97 @@ def keep_modules(
     return restore
 
 # %% ../../nbs/core/02_keeping.ipynb #e9ee0f44
-def _contents(o, kind:str)->Callable:
-    "Remember what one container, array or generator holds; returns a function that puts it back"
-    if kind == "array": return partial(np.copyto, o, o.copy()) if o.flags.writeable else lambda: None
-    if kind == "generator": return partial(_set_generator, o, o.get_state() if isinstance(o, torch.Generator) else generator_state(o))
-    own, base = fields_of(o), OrderedDict if isinstance(o, OrderedDict) else dict
-    held = list(base.items(o)) if kind == "dict" else list(o) if kind in ("list", "set", "deque") else None
+def _keep_array(array:np.ndarray)->Callable:
+    "Remember the numbers in an array; one that nobody can write to needs no way back"
+    if not array.flags.writeable: return lambda: None
+    return partial(np.copyto, array, array.copy())
+
+def _keep_generator(generator)->Callable:
+    "Remember the state of a random generator"
+    if isinstance(generator, torch.Generator): state = generator.get_state()
+    else: state = generator_state(generator)
+    return partial(_set_generator, generator, state)
+
+def _set_generator(generator, state):
+    "The opposite of `generator_state`"
+    if isinstance(generator, np.random.Generator): generator.bit_generator.state = state
+    elif isinstance(generator, random.Random): generator.setstate(state)
+    else: generator.set_state(state)
+
+# %% ../../nbs/core/02_keeping.ipynb #c2c45af8
+def _own_class(o, kind:str)->type|None:
+    "Python's own class behind a container of this kind; None for what is no container"
+    if kind == "dict": return OrderedDict if isinstance(o, OrderedDict) else dict
+    return dict(list=list, set=set, deque=deque).get(kind)
+
+def _refill(o, held:list, cls:type):
+    "Let a container, seen as one of `cls`, hold what it held"
+    if cls is list: return list.__setitem__(o, slice(None), held)
+    cls.clear(o)
+    if cls is deque: deque.extend(o, held)
+    else: cls.update(o, held)
+
+def _keep_container(o, kind:str)->Callable:
+    "Remember the attributes and the entries of one object; returns a function that puts them back"
+    own, cls = fields_of(o), _own_class(o, kind)
+    if kind == "dict": held = list(cls.items(o))
+    elif cls: held = list(o)
     def restore():
         for name, value in own.items():
             if getattr(o, name, None) is not value: object.__setattr__(o, name, value)
-        for name in [name for name in getattr(o, "__dict__", ()) if name not in own]: del vars(o)[name]
-        if kind == "list": list.__setitem__(o, slice(None), held)
-        elif held is not None: _refill(o, held, dict(dict=base, set=set, deque=deque)[kind])
+        new = [name for name in getattr(o, "__dict__", ()) if name not in own]
+        for name in new: del vars(o)[name]
+        if cls: _refill(o, held, cls)
     return restore
 
-def _refill(o, held:list, base:type):
-    "Empty a container of this kind, and fill it again, past what a subclass makes of that"
-    base.clear(o)
-    base.extend(o, held) if base is deque else base.update(o, held)
+# %% ../../nbs/core/02_keeping.ipynb #3edf99f3
+def _keep_contents(o, kind:str)->Callable:
+    "Remember what one container, array or generator holds"
+    if kind == "array": return _keep_array(o)
+    if kind == "generator": return _keep_generator(o)
+    return _keep_container(o, kind)
 
-def _set_generator(o, state):
-    "The opposite of `generator_state`"
-    if isinstance(o, np.random.Generator): o.bit_generator.state = state
-    else: (o.setstate if isinstance(o, random.Random) else o.set_state)(state)
-
-# %% ../../nbs/core/02_keeping.ipynb #4cded419
 def keep_containers(
     held:list, # from `held_by`; tensors in it are passed by
 )->Callable:   # call it to put them back
     "Remember what containers, arrays and random generators hold"
-    kinds = [(o, kind_of(type(o))) for o in held]
-    back = [_contents(o, kind) for o, kind in kinds if kind not in ("tensor", "tuple")]
+    back = []
+    for o in held:
+        kind = kind_of(type(o))
+        if kind not in ("tensor", "tuple"): back.append(_keep_contents(o, kind))
     def restore():
-        for f in back: f()
-    return restore
-
-def keep_objects(
-    objects:list, # of any class, each with attributes of its own
-)->Callable:      # call it to put them back
-    "Remember the attributes of objects that are no modules, and what the containers in them hold; tensors stay the same ones"
-    own = [(vars(o), dict(vars(o))) for o in objects]
-    held = keep_containers(reached([v for _, values in own for v in values.values() if kind_of(type(v))]))
-    def restore():
-        for attributes, values in own:
-            attributes.clear()
-            attributes.update(values)
-        held()
+        for put_back in back: put_back()
     return restore
 
 # %% ../../nbs/core/02_keeping.ipynb #e6098d72
+def keep_objects(
+    objects:list, # of any class, each with attributes of its own
+)->Callable:      # call it to put them back
+    """Remember the attributes of objects that are no modules
+
+    What the containers in them hold is remembered too; tensors stay the same ones."""
+    own = [(vars(o), dict(vars(o))) for o in objects]
+    values = [value for _, attributes in own for value in attributes.values()]
+    restore_held = keep_containers(reached([value for value in values if kind_of(type(value))]))
+    def restore():
+        for attributes, before in own:
+            attributes.clear()
+            attributes.update(before)
+        restore_held()
+    return restore
+
+# %% ../../nbs/core/02_keeping.ipynb #29a0b64d
 def forget_casts():
-    "Let go of the copies of weights that `torch.autocast` keeps; to be called whenever weights have changed. Outside `autocast` there are none"
+    """Let go of the copies of weights that `torch.autocast` keeps
+
+    To be called whenever weights have changed. Outside `autocast` there are none."""
     torch.clear_autocast_cache()
 
 @contextmanager
 def casts_not_kept():
-    "In the block, `torch.autocast` copies a weight anew each time that it is used, so that training sees the weights of now"
+    """In the block, `torch.autocast` copies a weight anew each time that it is used
+
+    So training sees the weights of now."""
     kept = torch.is_autocast_cache_enabled()
     forget_casts()
     torch.set_autocast_cache_enabled(False)
@@ -105,58 +140,84 @@ def casts_not_kept():
         forget_casts()
 
 # %% ../../nbs/core/02_keeping.ipynb #78988543
+def _without_repeats(t:Tensor)->Tensor:
+    "`t` without the repeats that `expand` makes of one number"
+    if t.layout != torch.strided: return t
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0 and t.shape[dim] > 1: t = t.narrow(dim, 0, 1)
+    return t
+
+def _write(t:Tensor, value:Tensor):
+    "Put `value` into `t`, also if `t` was made under `inference_mode`"
+    if t.is_inference():
+        with torch.inference_mode(): _without_repeats(t).copy_(value)
+    else: _without_repeats(t).copy_(value)
+
+# %% ../../nbs/core/02_keeping.ipynb #55655254
 def keep_values(
     tensors:list, # parameters, buffers and other tensors, whose numbers are copied
     places=(),    # more tensors, of which only the storage is remembered: their numbers are those of others
 )->Callable:      # call it to put them back
     "Remember the numbers in `tensors` and the storage that holds them"
-    made = [(t, parts) for t in tensors if (parts := inner_tensors(t))]   # of other tensors
-    wrapped, plain = [(t, parts) for t, parts in made if hasattr(t, "__tensor_flatten__")], [t for t in tensors if not inner_tensors(t)] if made else tensors
-    inner = keep_values([part for _, parts in made for part in parts.values()]) if made else None
-    kept = [(t, t.data, _own(t.detach()).clone()) for t in plain] + [(t, t.data, None) for t in (*places, *(t for t, _ in made if not hasattr(t, "__tensor_flatten__")))]
+    copies, wrappers, inner = [], [], []
+    places = [(t, t.data) for t in places]
+    for t in tensors:
+        parts = inner_tensors(t)
+        inner.extend(parts.values())
+        if not parts: copies.append((t, t.data, _without_repeats(t.detach()).clone()))
+        elif hasattr(t, "__tensor_flatten__"): wrappers.append((t, parts))
+        else: places.append((t, t.data))
+    restore_inner = keep_values(inner) if inner else None
     @torch.no_grad()
     def restore():
-        for t, data, value in kept:
+        for t, data, value in copies:
             t.data = data
-            if value is not None: _write(data, value)
-        for t, parts in wrapped:
-            for name, part in parts.items():
-                if getattr(t, name) is not part: setattr(t, name, part)
-        if inner: inner()
+            _write(data, value)
+        for t, data in places: t.data = data
+        for t, parts in wrappers: _rewrap(t, parts)
+        if restore_inner: restore_inner()
         forget_casts()
     return restore
 
-def _write(t:Tensor, value:Tensor):
-    "Put `value` into `t`, also if it was made under `inference_mode`, where alone it can be written to"
-    if t.is_inference():
-        with torch.inference_mode(): _own(t).copy_(value)
-    else: _own(t).copy_(value)
-
-def _own(t:Tensor)->Tensor:
-    "`t` without the repeats that `expand` makes of one number"
-    for d, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if t.layout == torch.strided else ()):
-        if stride == 0 and size > 1: t = t.narrow(d, 0, 1)
-    return t
+def _rewrap(t:Tensor, parts:dict):
+    "Let a tensor that wraps others hold `parts` again"
+    for name, part in parts.items():
+        if getattr(t, name) is not part: setattr(t, name, part)
 
 # %% ../../nbs/core/02_keeping.ipynb #400aa5db
+def _keep_tensor_hooks(t:Tensor)->dict:
+    "Attribute -> the hooks in it and a copy of them: those on the gradient of `t`, and after its accumulation"
+    kept = {}
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(t, name, None)
+        kept[name] = hooks, dict(hooks or {})
+    return kept
+
+def _restore_tensor_hooks(t:Tensor, kept:dict):
+    "Put back what `_keep_tensor_hooks` remembered"
+    for name, (hooks, entries) in kept.items():
+        now = getattr(t, name, None)
+        if now is not None: now.clear()
+        if hooks is None: continue
+        hooks.update(entries)
+        if now is not hooks: setattr(t, name, hooks)
+
+# %% ../../nbs/core/02_keeping.ipynb #a9598776
 def keep_grads(
     model:nn.Module, # model whose gradients are set aside
     others=(),       # more tensors
 )->Callable:         # call it to put them back
     "Set the gradients aside, and remember `requires_grad`, storage and tensor hooks of every parameter and buffer"
-    leaves = [*model.parameters(), *(t for t in (*model.buffers(), *others) if t.is_leaf and not t.is_inference())]
-    hooks = lambda p: {name: getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
-    kept = [(p, p.data, p.requires_grad, p.grad, {name: (h, dict(h or {})) for name, h in hooks(p).items()}) for p in leaves]
-    for p in leaves: p.grad = None
+    tensors = list(model.parameters())
+    for t in (*model.buffers(), *others):
+        if t.is_leaf and not t.is_inference(): tensors.append(t)
+    kept = [(t, t.data, t.requires_grad, t.grad, _keep_tensor_hooks(t)) for t in tensors]
+    for t in tensors: t.grad = None
     def restore():
-        for p, data, requires_grad, grad, held in kept:
-            p.grad, p.data = None, data
-            p.requires_grad_(requires_grad)
-            p.grad = grad
-            for name, now in hooks(p).items():
-                h, entries = held[name]
-                if now is not None: now.clear()
-                if h is None: continue
-                h.update(entries)
-                if now is not h: setattr(p, name, h)
+        for t, data, requires_grad, grad, hooks in kept:
+            t.grad = None
+            t.data = data
+            t.requires_grad_(requires_grad)
+            t.grad = grad
+            _restore_tensor_hooks(t, hooks)
     return restore
