@@ -23,7 +23,8 @@ import torch
 
 # %% ../../nbs/core/03_signals.ipynb #a0b7a4e7
 _uncut = set()   # code of functions that no signal may cut short
-_torch_folder, _blocks = str(Path(torch.__file__).parent), (contextlib.__file__, warnings.__file__)
+_torch_folder = str(Path(torch.__file__).parent)
+_blocks = contextlib.__file__, warnings.__file__   # Python's own context managers
 
 def uncut(
     f:Callable, # a Python function
@@ -35,20 +36,24 @@ def uncut(
 def in_the_middle(
     frame:FrameType|None, # what the main thread is doing
 )->bool:
-    "Whether an exception at this point would leave something half done: an `uncut` function, or the entry to or exit from a block of PyTorch's or Python's own"
-    f, own = frame, False
-    while f and not own and f.f_code.co_filename.startswith((_torch_folder, *_blocks)):
-        own = f.f_code.co_filename in _blocks or f.f_code.co_name in ("__enter__", "__exit__")
-        f = f.f_back
-    while frame and not own:
-        own = frame.f_code in _uncut
-        frame = frame.f_back
-    return own
+    """Whether an exception at this point would leave something half done
 
+    That is so in an `uncut` function, and at the entry to or exit from a block of PyTorch's or Python's own."""
+    f, found = frame, False
+    while f and not found and f.f_code.co_filename.startswith((_torch_folder, *_blocks)):
+        code = f.f_code
+        found = code.co_filename in _blocks or code.co_name in ("__enter__", "__exit__")
+        f = f.f_back
+    while frame and not found:
+        found = frame.f_code in _uncut
+        frame = frame.f_back
+    return found
+
+# %% ../../nbs/core/03_signals.ipynb #c434b703
 _waiting = set()   # signals that will come again
 
 def _send_again(signum:int):
-    "Runs in a thread of its own, since a handler that sends a signal would be called within itself"
+    "Send a waiting signal. In a thread of its own, since a handler that sends a signal would be called within itself"
     time.sleep(1e-3)
     if signum not in _waiting: return   # it was handled
     _waiting.discard(signum)
@@ -62,13 +67,17 @@ def _wait(signum:int):
 
 class Later:
     "The handler of a signal, called only where it may be"
-    def __init__(self, handler): self.handler = handler
+    def __init__(self,
+        handler:Callable, # the one that was there, a function of signal number and frame
+    ): self.handler = handler
     def __call__(self, signum, frame):
         if not in_the_middle(frame): return self.handler(signum, frame)
         _wait(signum)
 
-# %% ../../nbs/core/03_signals.ipynb #c434b703
-_signals = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGCHLD", "SIGXCPU", "SIGBREAK") if hasattr(signal, n)]
+# %% ../../nbs/core/03_signals.ipynb #3a66acf8
+_names = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGCHLD",
+    "SIGXCPU", "SIGBREAK")
+_signals = [getattr(signal, name) for name in _names if hasattr(signal, name)]   # not every system has all
 
 def hold_signals()->list: # numbers of those that wait from now on
     "Let the handlers that there are wait while something is half done"
@@ -104,9 +113,11 @@ def _let_go(held:list):
         handler = signal.getsignal(number)
         if isinstance(handler, Later): signal.signal(number, handler.handler)
 
-# %% ../../nbs/core/03_signals.ipynb #3a66acf8
+# %% ../../nbs/core/03_signals.ipynb #06a43046
 class PutBack:
-    "In the block anything may change; at its end all that the functions remembered is put back, whatever was raised, and no signal comes between"
+    """In the block anything may change; at its end all that the functions remembered is put back
+
+    That holds whatever was raised, and no signal comes between."""
     def __init__(self,
         *remember:Callable, # each remembers something, and returns a function that puts it back
     ): self.remember = remember
