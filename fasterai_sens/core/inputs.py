@@ -32,7 +32,9 @@ class Fields(dict):
     "A dict whose entries are attributes too, as those of Hugging Face's `ModelOutput` are"
     def __getattr__(self, name):
         try: return self[name]
-        except KeyError: raise AttributeError(f"there is no {name!r} here, but {', '.join(map(repr, self))}") from None
+        except KeyError:
+            known = ", ".join(map(repr, self))
+            raise AttributeError(f"there is no {name!r} here, but {known}") from None
 
 def is_record(
     x, # anything
@@ -45,18 +47,24 @@ def like(
     values:dict, # new values
 )->Mapping:
     "`values` as the same kind of mapping as `x`; a plain dict if that kind is not made from one"
-    if is_record(x): return type(x)(**values)
-    try: return type(x)(values)
+    kind = type(x)
+    if is_record(x): return kind(**values)
+    try: return kind(values)
     except TypeError: return Fields(values)
 
+# %% ../../nbs/core/11_inputs.ipynb #94c7fc3c
 def logits_of(
     out, # what a model returned
 ):       # Tensor, or `out` itself if it holds none by that name
-    "The logits in an output: the `logits` of a `ModelOutput` or dict, the `out` of torchvision's dicts, else the output itself"
-    if isinstance(out, Mapping): return next((out[k] for k in ("logits", "out") if k in out), out)
-    return getattr(out, "logits", out)
+    """The logits in an output
 
-# %% ../../nbs/core/11_inputs.ipynb #94c7fc3c
+    They are the `logits` of a `ModelOutput` or dict, the `out` of torchvision's dicts, else the output itself."""
+    if not isinstance(out, Mapping): return getattr(out, "logits", out)
+    for name in ("logits", "out"):
+        if name in out: return out[name]
+    return out
+
+# %% ../../nbs/core/11_inputs.ipynb #ca24fb6c
 def tensors_in(
     x, # nested tuples, lists and dicts of tensors
 )->Iterator:
@@ -64,8 +72,8 @@ def tensors_in(
     if isinstance(x, Tensor): yield x
     elif isinstance(x, Mapping): yield from tensors_in(tuple(x.values()))
     elif isinstance(x, tuple | list):
-        for o in x: yield from tensors_in(o)
-    elif is_record(x): yield from tensors_in([getattr(x, f.name) for f in fields(x)])
+        for entry in x: yield from tensors_in(entry)
+    elif is_record(x): yield from tensors_in([getattr(x, field.name) for field in fields(x)])
 
 def mapped(
     f, # function of a tensor
@@ -73,10 +81,17 @@ def mapped(
 ):
     "The same structure with `f` applied to its tensors"
     if isinstance(x, Tensor): return f(x)
-    if isinstance(x, Mapping): return like(x, {k: mapped(f, v) for k, v in x.items()})
-    if isinstance(x, tuple) and hasattr(x, "_fields"): return type(x)(*(mapped(f, o) for o in x))
-    if isinstance(x, tuple | list): return type(x)(mapped(f, o) for o in x)
-    if is_record(x): return replace(x, **{d.name: mapped(f, getattr(x, d.name)) for d in fields(x) if d.init})
+    if isinstance(x, Mapping):
+        values = {key: mapped(f, value) for key, value in x.items()}
+        return like(x, values)
+    if isinstance(x, tuple | list):
+        entries = [mapped(f, entry) for entry in x]
+        named = isinstance(x, tuple) and hasattr(x, "_fields")
+        return type(x)(*entries) if named else type(x)(entries)
+    if is_record(x):
+        given = [field.name for field in fields(x) if field.init]
+        changed = {name: mapped(f, getattr(x, name)) for name in given}
+        return replace(x, **changed)
     return x
 
 def to_device(
@@ -95,66 +110,94 @@ def misfit(
     p = next((p for p in model.parameters() if p.is_floating_point()), None)
     if p is None: return ""
     for t in tensors_in(sample):
-        if t.device != p.device: return f"the sample is on {t.device}, the model on {p.device}; move one of them"
-        if t.is_floating_point() and t.dtype != p.dtype: return f"the sample is {t.dtype}, the model {p.dtype}; convert one of them"
+        if t.device != p.device:
+            return f"the sample is on {t.device}, the model on {p.device}; move one of them"
+        if t.is_floating_point() and t.dtype != p.dtype:
+            return f"the sample is {t.dtype}, the model {p.dtype}; convert one of them"
     return ""
+
+_does_not_run = RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError
 
 def check_sample(
     model:nn.Module, # any model
     sample,          # one example input
 ):
-    "Run `model` on `sample` once, leaving no trace. Raises TypeError for a sample of no known kind, ValueError if the model does not run"
-    if not isinstance(sample, Tensor | tuple | list | Mapping): raise TypeError(f"sample is a tensor, a tuple or a dict of model inputs; got {type(sample).__name__}")
+    """Run `model` on `sample` once, leaving no trace
+
+    Raises TypeError for a sample of no known kind, ValueError if the model does not run."""
+    if not isinstance(sample, Tensor | tuple | list | Mapping):
+        raise TypeError(f"sample is a tensor, a tuple or a dict of model inputs; got {type(sample).__name__}")
     check_changeable(model)
     try:
         with leave_no_trace(model, weights=()), torch.no_grad(): call(model.eval(), sample)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as e:
-        raise ValueError(f"{type(model).__name__} does not run on the sample: {misfit(model, sample) or e}") from e
+    except _does_not_run as e:
+        reason = misfit(model, sample) or e
+        raise ValueError(f"{type(model).__name__} does not run on the sample: {reason}") from e
 
 # %% ../../nbs/core/11_inputs.ipynb #8ae8c322
+def _split_mapping(batch:Mapping, sample)->tuple:
+    "`split` for a batch by name: the names of the sample, else all but `labels`"
+    if isinstance(sample, Mapping): names = list(sample)
+    else: names = [name for name in batch if name != "labels"]
+    missing = [name for name in names if name not in batch]
+    if missing:
+        lacking, known = ", ".join(map(repr, missing)), ", ".join(map(repr, batch))
+        raise ValueError(f"the sample has {lacking}, and a batch of the data has only {known}")
+    inputs = {name: batch[name] for name in names}
+    return inputs, batch.get("labels")
+
 def split(
     batch,  # what the data yields
     sample, # one example input of the model
 )->tuple:   # inputs as the model takes them, targets or None
-    "Separate the inputs in `batch` from its targets. Raises ValueError if there are too few inputs, or one that the sample names is missing"
-    if isinstance(batch, Mapping):
-        keys = list(sample) if isinstance(sample, Mapping) else [k for k in batch if k != "labels"]
-        missing = [k for k in keys if k not in batch]
-        if missing: raise ValueError(f"the sample has {', '.join(map(repr, missing))}, and a batch of the data has only {', '.join(map(repr, batch))}")
-        return {k: batch[k] for k in keys}, batch.get("labels")
+    """Separate the inputs in `batch` from its targets
+
+    Raises ValueError if there are too few inputs, or one that the sample names is missing."""
+    if isinstance(batch, Mapping): return _split_mapping(batch, sample)
     if isinstance(batch, Tensor): return batch, None
     several = isinstance(sample, tuple | list)
     n = len(sample) if several else 1
     if len(batch) < n: raise ValueError(f"the model takes {n} inputs; a batch of the data has {len(batch)}")
+    inputs = tuple(batch[:n]) if several else batch[0]
     rest = batch[n:]
-    return tuple(batch[:n]) if several else batch[0], rest[0] if len(rest) == 1 else rest or None
+    targets = rest[0] if len(rest) == 1 else rest or None
+    return inputs, targets
 
 # %% ../../nbs/core/11_inputs.ipynb #77e06ebf
 def batches(
-    data,       # tensor, tuple or dict (one batch), or an iterable of batches
-    sample,     # one example input of the model
-    device=None, # where to move them
+    data,                    # tensor, tuple or dict (one batch), or an iterable of batches
+    sample,                  # one example input of the model
+    device=None,             # where to move them
     name="calibration_data", # what the user calls the data, for the messages
-)->Iterator:    # of (inputs, targets or None)
+)->Iterator:                 # of (inputs, targets or None)
     "Go through calibration data. Raises TypeError if it is neither a batch nor iterable, ValueError if it is empty"
     if isinstance(data, Tensor | tuple | Mapping): data = [data]
-    if not isinstance(data, Iterable): raise TypeError(f"{name} is a tensor, a list of batches or a DataLoader; got {type(data).__name__}")
+    if not isinstance(data, Iterable):
+        raise TypeError(f"{name} is a tensor, a list of batches or a DataLoader; got {type(data).__name__}")
     empty = True
     for batch in data:
         empty = False
         yield split(to_device(batch, device), sample)
     if empty: raise ValueError(f"{name} is empty")
 
+# %% ../../nbs/core/11_inputs.ipynb #830ad28a
 class FirstBatches:
     "The first `n` batches of a DataLoader, anew each time, without moving its random numbers"
-    def __init__(self, dl, n:int|None=4): self.dl, self.n = dl, n   # None: all batches
+    def __init__(self,
+        dl,           # DataLoader, of PyTorch or fastai
+        n:int|None=4, # how many; None: all
+    ):
+        self.dl = dl
+        self.n = n
     def __iter__(self):
-        with PutBack(self._remember_rng): yield from islice(iter(self.dl), self.n)
+        with PutBack(self._remember_rng):
+            yield from islice(iter(self.dl), self.n)
     def _remember_rng(self):
         "A fastai DataLoader shuffles with a generator of its own, and takes a new one each time"
         rng = getattr(self.dl, "rng", None)
         state = rng and rng.getstate()
         def restore():
-            if rng: rng.setstate(state)
-            if rng: self.dl.rng = rng
+            if not rng: return
+            rng.setstate(state)
+            self.dl.rng = rng
         return restore
