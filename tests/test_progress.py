@@ -13,9 +13,9 @@ from fasterai_sens import (
     compress_with_layer_sensitivity,
     cost_table,
     latency,
-    progress,
     search_plan,
 )
+from fasterai_sens.core import progress
 from fasterai_sens.core.progress import report, slow_bar
 from fasterai_sens.methods.proof import channel_groups
 
