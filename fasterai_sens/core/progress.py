@@ -13,6 +13,14 @@ from time import perf_counter, time
 patience = 2.   # seconds of work until a bar appears
 _open = []      # the bars at work, outermost first
 
+def _drawn(total:int):
+    "A bar of fastprogress for `total` steps, on the screen"
+    from fastprogress.fastprogress import progress_bar
+    bar = progress_bar(range(total))
+    bar.update(0)
+    return bar
+
+# %% ../../nbs/core/00_progress.ipynb #4aeb5df8
 class Bar:
     "A bar that appears once it has been at work for `patience` seconds"
     def __init__(self,
@@ -41,16 +49,11 @@ class Bar:
         spent = perf_counter() - self.start
         if spent < patience or spent - self.last < .2: return
         self.last = spent
-        if self.shown is None: self._appear()
+        if self.shown is None: self.shown = _drawn(self.total)
         self.shown.comment = text
         self.shown.last_t = time()
         self.shown.start_t = time() - spent
         self.shown.update_bar(min(self.done, self.total - 1))
-    def _appear(self):
-        "Draw the bar for the first time"
-        from fastprogress.fastprogress import progress_bar
-        self.shown = progress_bar(range(self.total))
-        self.shown.update(0)
     def close(self):
         "Fill up, if it has appeared"
         if self.shown is None: return
