@@ -19,10 +19,9 @@ from ..core.progress import report, slow_bar
 from ..core.signals import under
 from ..core.state import leave_no_trace
 from ..core.inputs import call, tensors_in
-from ..core.layers import convs, transposed_convs
 from fasterai_sens.methods.channels import (
-    ChannelGroup, Graph, Part, TornWeight, blocks, describe, eagerly, find_groups, follow_errors, in_order,
-    n_outputs, no_target, pick
+    ChannelGroup, Graph, Part, TornWeight, blocks, conv_types, describe, eagerly, find_groups, follow_errors,
+    in_order, n_outputs, no_target, pick
 )
 
 # %% ../../nbs/methods/07_proof.ipynb #e24b14fd
@@ -31,54 +30,89 @@ def channel_axis(
     x:Tensor,         # its input
 )->int:
     "Where the channels are"
-    return x.dim() - 1 - (len(module.kernel_size) if isinstance(module, (*convs, *transposed_convs)) else 0)
+    if isinstance(module, conv_types): return x.dim() - 1 - len(module.kernel_size)
+    return x.dim() - 1
 
-def _watch(module:nn.Module, gone:set, seen:list):
+def _indices(
+    idxs:list, # numbers of channels
+    x:Tensor,  # they are of this tensor
+)->Tensor:
+    "The numbers as an index, on the same device"
+    return torch.tensor(idxs, dtype=torch.long, device=x.device)
+
+def _watch(
+    module:nn.Module, # a reader
+    gone:set,         # channels of its input to silence
+    seen:list,        # what it gets of the others is appended here, at every call
+):
     "Note the channels of the input that are not `gone` in `seen`, and silence those that are"
     def look(module, args, kwargs):
         x = args[0] if args else next(iter(kwargs.values()))
-        axis, numbers = channel_axis(module, x), lambda idxs: torch.tensor(sorted(idxs), dtype=torch.long, device=x.device)
-        seen.append(x.index_select(axis, numbers(set(range(x.shape[axis])) - gone)))
-        x = x.index_fill(axis, numbers(gone), 0)
-        return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
+        axis = channel_axis(module, x)
+        left = [i for i in range(x.shape[axis]) if i not in gone]
+        seen.append(x.index_select(axis, _indices(left, x)))
+        x = x.index_fill(axis, _indices(sorted(gone), x), 0)
+        if args: return (x, *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return (), {**kwargs, name: x}
     module.register_forward_pre_hook(look, with_kwargs=True)
 
+# %% ../../nbs/methods/07_proof.ipynb #49735fa7
+_second = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.PReLU)
 
-
-# %% ../../nbs/methods/07_proof.ipynb #130c7e88
 def out_axis(
     module:nn.Module, # one that has channels of its own
     out:Tensor,       # what it returns
 )->int:
     "Where the channels are that a module returns"
-    second = isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.PReLU) or type(module).__name__ == "FrozenBatchNorm2d"
+    second = isinstance(module, _second) or type(module).__name__ == "FrozenBatchNorm2d"
     return 1 if second else channel_axis(module, out)
 
 @patch
-def _silence(self:Graph, part:Part):
+def _silence(self:Graph,
+    part:Part, # of a group, outputs
+):
     "Let the module of a part return zeros for its channels; a bare parameter has zeros there"
-    gone, m = torch.tensor(sorted(set(part.idxs)), dtype=torch.long), part.module
-    if isinstance(m, nn.Parameter):
-        axis = self.dg.module2node[m].pruning_dim
-        for holder, attr in self.holders[m]: setattr(holder, attr, nn.Parameter(m.index_fill(axis, gone.to(m.device), 0)))
+    gone = sorted(set(part.idxs))
+    if isinstance(part.module, nn.Parameter):
+        self._silence_parameter(part.module, gone)
         return
     def look(module, args, out):
-        first = out[0] if isinstance(out, tuple) else out
-        first = first.index_fill(out_axis(module, first), gone.to(first.device), 0)
-        return (first, *out[1:]) if isinstance(out, tuple) else first
-    m.register_forward_hook(look)
+        several = isinstance(out, tuple)
+        first = out[0] if several else out
+        first = first.index_fill(out_axis(module, first), _indices(gone, first), 0)
+        return (first, *out[1:]) if several else first
+    part.module.register_forward_hook(look)
 
+@patch
+def _silence_parameter(self:Graph,
+    p:nn.Parameter, # one that no layer owns
+    gone:list,      # numbers of its channels
+):
+    "Give all who hold the parameter one that is zero there"
+    axis = self.dg.module2node[p].pruning_dim
+    zeroed = p.index_fill(axis, _indices(gone, p), 0)
+    for holder, attr in self.holders[p]:
+        setattr(holder, attr, nn.Parameter(zeroed))
+
+# %% ../../nbs/methods/07_proof.ipynb #b1f4f55d
 def _pass_by(module, args, out): return args[0].tanh()
+
+_norm_names = ("rmsnorm", "globalresponsenorm", "grn")
 
 @patch
 def mixer(self:Graph,
     part:Part, # of a group
 )->nn.Module|None:
     "The norm over channels that a part is or belongs to, or None"
-    m = self.holders[part.module][0][0] if isinstance(part.module, nn.Parameter) else part.module
-    return m if part.out and (isinstance(m, nn.LayerNorm | nn.GroupNorm) or any(kind in type(m).__name__.lower() for kind in ("rmsnorm", "globalresponsenorm", "grn"))) else None
+    if not part.out: return None
+    m = part.module
+    if isinstance(m, nn.Parameter): m = self.holders[m][0][0]
+    if isinstance(m, nn.LayerNorm | nn.GroupNorm): return m
+    name = type(m).__name__.lower()
+    return m if any(kind in name for kind in _norm_names) else None
 
-# %% ../../nbs/methods/07_proof.ipynb #49735fa7
+# %% ../../nbs/methods/07_proof.ipynb #737da8b8
 @patch
 @under(torch.no_grad)
 def run(self:Graph,
@@ -88,7 +122,7 @@ def run(self:Graph,
     source:bool=False, # silence them where they come from, too
 )->tuple:              # inputs of the readers without those channels, everything the model returns
     "The sample through the model without some channels, norms over channels passed by"
-    readers, seen = {}, []
+    readers, seen = {}, []   # `readers`: module -> the channels it does without
     for p in parts:
         if not p.out: readers.setdefault(p.module, set()).update(p.idxs)
     with leave_no_trace(self.model, weights=()), eagerly():
@@ -98,24 +132,34 @@ def run(self:Graph,
         if not silent: self.remove(parts)
         for p in parts:
             if source and p.out: self._silence(p)
-        for m in {self.mixer(p) for p in parts} - {None}: m.register_forward_hook(_pass_by)
-        for m, idxs in readers.items(): _watch(m, idxs if silent else set(), seen)
-        return seen, [t.clone() for t in tensors_in(call(self.model, self.sample))]
+        mixers = {self.mixer(p) for p in parts} - {None}
+        for m in mixers: m.register_forward_hook(_pass_by)
+        for m, idxs in readers.items():
+            _watch(m, idxs if silent else set(), seen)
+        out = tensors_in(call(self.model, self.sample))
+        return seen, [t.clone() for t in out]
+
+# %% ../../nbs/methods/07_proof.ipynb #2b85e8e1
+def _in_double(t:Tensor)->Tensor:
+    "A tensor in double precision, on the CPU as some devices have none; complex numbers as pairs"
+    t = t.cpu()
+    return torch.view_as_real(t.cdouble()) if t.is_complex() else t.double()
 
 def differ(
-    x:Tensor, y:Tensor, # of the same shape
+    x:Tensor, # of any kind
+    y:Tensor, # of the same shape
 )->bool:
     "Whether two tensors are further apart than rounding explains"
     if not x.is_floating_point() and not x.is_complex(): return False
-    loose = x.dtype in (torch.float16, torch.bfloat16)
-    x, y = (torch.view_as_real(t.cpu().cdouble()) if t.is_complex() else t.cpu().double() for t in (x, y))   # some devices have no double precision
+    tolerance = .05 if x.dtype in (torch.float16, torch.bfloat16) else .001
+    x, y = _in_double(x), _in_double(y)
     if not torch.equal(x.isfinite(), y.isfinite()): return True
     usual = x.isfinite() & (y.abs() < 1e8)   # masks of attention are huge and hide the rest
-    return bool((x - y)[usual].norm() > (.05 if loose else .001)*y[usual].norm())
+    apart = (x - y)[usual].norm()
+    size = y[usual].norm()
+    return bool(apart > tolerance*size)
 
-# %% ../../nbs/methods/07_proof.ipynb #b1f4f55d
-is_output = "its channels are the output of the model, which must keep its shape; a percentage for all passes it by"
-
+# %% ../../nbs/methods/07_proof.ipynb #09efb2f4
 def shapes(
     tensors:list, # of `Tensor`
 )->list:          # of `torch.Size`
@@ -124,13 +168,95 @@ def shapes(
 
 @patch(as_prop=True)
 def in_training(self:Graph)->list:
-    "Shapes of what the untouched model returns in training mode, which may have parts of its own; empty if it does not run on the sample then"
+    "Shapes of what the untouched model returns in training mode; empty if it does not run on the sample then"
     if self._in_training is None:
         try: self._in_training = shapes(self.run(training=True)[1])
         except follow_errors: self._in_training = []
     return self._in_training
 
-# %% ../../nbs/methods/07_proof.ipynb #aed44d27
+def _trial(
+    groups:list,            # of `ChannelGroup`
+    share:float,            # of the granules of each group, 0..1; at least one goes
+    chance:torch.Generator, # which go
+)->list:                    # of `Part`
+    "What goes in one trial"
+    parts = []
+    for g in groups:
+        n = len(g.granules)
+        granules = pick(g, torch.rand(n, generator=chance), max(1, int(share*n)))
+        parts += g.parts_of(granules)
+    return parts
+
+def _alike(
+    some:list,   # of `Tensor`
+    others:list, # as many
+)->bool:
+    "Whether all have the same shapes, and the same numbers up to rounding"
+    for x, y in zip(some, others, strict=False):
+        if x.shape != y.shape or differ(x, y): return False
+    return True
+
+# %% ../../nbs/methods/07_proof.ipynb #9a57454d
+@patch
+def _zeros_do(self:Graph,
+    parts:list, # of `Part`
+)->bool:
+    "Whether the model without channels does what it does if they are zero already where they come from"
+    try: silent_in, silent = self.run(parts, silent=True, source=True)
+    except follow_errors: return False
+    taken_in, taken = self.run(parts)
+    return _alike([*taken_in, *taken], [*silent_in, *silent])
+
+@patch
+def _zeros_always_do(self:Graph,
+    groups:list,            # of `ChannelGroup`
+    parts:list,             # of the first trial
+    chance:torch.Generator, # for those that follow
+)->bool:
+    "The same in four trials"
+    for next_share in (1/4, 1/2, 1/3, None):
+        if not self._zeros_do(parts): return False
+        parts = _trial(groups, next_share, chance) if next_share else ()
+    return True
+
+# %% ../../nbs/methods/07_proof.ipynb #ac3d37a7
+def _names_of(
+    nodes:list, # of torch-pruning's graph
+)->list:
+    "What PyTorch calls their operations, each once"
+    names = {n.grad_fn.name() for n in nodes if hasattr(n.grad_fn, "name")}
+    plain = {name.rstrip("01").removesuffix("Backward") for name in names}
+    return sorted(plain - {"_OneNode"})
+
+@patch
+def ways(self:Graph,
+    group:ChannelGroup, # of this graph
+)->str:                 # " (through Add, View)", or empty
+    "The operations without parameters on the way of a group's channels; those over all channels are named again"
+    ops = []
+    for item in self.search(group.root, [0]):
+        node = item.dep.target
+        has_parameters = node.module in self.names or isinstance(node.module, nn.Parameter)
+        if not has_parameters: ops.append(node)
+    names = _names_of(ops)
+    over_all = _names_of([n for n in ops if n in self.dg.over_all])
+    if not names: return ""
+    together = f"; {' and '.join(over_all)} over all of them" if over_all else ""
+    return f" (through {', '.join(names)}{together})"
+
+# %% ../../nbs/methods/07_proof.ipynb #67eae647
+is_output = (
+    "its channels are the output of the model, which must keep its shape; a percentage for all passes it by"
+)
+_proves_nothing = (
+    "on this sample what its readers get is all zero or no number, which proves nothing; "
+    "give a sample on which it is not"
+)
+
+def _says_something(t:Tensor)->bool:
+    "Whether a tensor has a number that is not zero"
+    return bool((t.isfinite() & (t != 0)).any())
+
 @patch
 def fault(self:Graph,
     groups:list, # of `ChannelGroup`
@@ -138,100 +264,129 @@ def fault(self:Graph,
 )->str|None:
     "Why channels of `groups` cannot be removed, or None if they can"
     chance = torch.Generator().manual_seed(0)
-    trials = [_trial(groups, share, chance) for share in (1/3, 0)]
-    silent_in, silent = self.run(trials[0], silent=True)
+    third = _trial(groups, 1/3, chance)
+    single = _trial(groups, 0, chance)
+    silent_in, silent = self.run(third, silent=True)
     try:
-        taken_in, taken = self.run(trials[0])
-        fewer = self.run(trials[1], training=bool(self.in_training))[1]
+        taken_in, taken = self.run(third)
+        _, fewer = self.run(single, training=bool(self.in_training))
     except TornWeight as e: return f"{e}; {no_target}"
-    except follow_errors as e: return f"without some of its channels the model does not run ({describe(e)}); {no_target}, or let the code there take the size from its input"
-    if shapes(taken) != shapes(silent) or shapes(fewer) != (self.in_training or shapes(silent)): return is_output
+    except follow_errors as e:
+        return (f"without some of its channels the model does not run ({describe(e)}); {no_target}, "
+                "or let the code there take the size from its input")
+    if shapes(taken) != shapes(silent): return is_output
+    if shapes(fewer) != (self.in_training or shapes(silent)): return is_output
     if not exact: return None
-    if not all((t.isfinite() & (t != 0)).any() for t in silent_in): return "on this sample what its readers get is all zero or no number, which proves nothing; give a sample on which it is not"
-    same = not any(map(_apart, [*taken_in, *taken], [*silent_in, *silent])) or self._as_zeros(groups, trials[0], chance)
-    if not same: return f"its channels are moved or mixed on the way to their readers{self.ways(groups[0])}; {no_target}"
+    if not all(map(_says_something, silent_in)): return _proves_nothing
+    if _alike([*taken_in, *taken], [*silent_in, *silent]): return None
+    if self._zeros_always_do(groups, third, chance): return None
+    return f"its channels are moved or mixed on the way to their readers{self.ways(groups[0])}; {no_target}"
 
-def _apart(x:Tensor, y:Tensor)->bool:
-    "Whether two tensors differ in shape or numbers"
-    return x.shape != y.shape or differ(x, y)
-
-
-
-# %% ../../nbs/methods/07_proof.ipynb #737da8b8
-@patch
-def _as_zeros(self:Graph, groups:list, parts:list, chance:torch.Generator)->bool:
-    "Whether what the model does without channels is what it does if they are zero already where they come from; zeros hide much, so in four trials"
-    for share in (1/4, 1/2, 1/3, None):
-        try: silent_in, silent = self.run(parts, silent=True, source=True)
-        except follow_errors: return False
-        taken_in, taken = self.run(parts)
-        if any(map(_apart, [*taken_in, *taken], [*silent_in, *silent])): return False
-        parts = _trial(groups, share, chance) if share else ()
-    return True
-
-def _trial(groups:list, share:float, chance:torch.Generator)->list:
-    "The parts that go with a share of the granules of each group, at least one, chosen by chance"
-    chosen = {g: pick(g, torch.rand(len(g.granules), generator=chance), max(1, int(share*len(g.granules)))) for g in groups}
-    return [p for g, granules in chosen.items() for p in g.parts_of(granules)]
-
-@patch
-def ways(self:Graph,
-    group:ChannelGroup, # of this graph
-)->str:                 # " (through Add, View)", or empty; what is taken over all of them, such as a mean, is named again
-    "The operations without parameters through which the channels of a group go"
-    ops = [i.dep.target for i in self.search(group.root, [0]) if i.dep.target.module not in self.names and not isinstance(i.dep.target.module, nn.Parameter)]
-    names, over_all = (sorted({o.grad_fn.name().rstrip("01").removesuffix("Backward") for o in some if hasattr(o.grad_fn, "name")} - {"_OneNode"}) for some in (ops, [o for o in ops if o in self.dg.over_all]))
-    together = f"; {' and '.join(over_all)} over all of them" if over_all else ""
-    return f" (through {', '.join(names)}{together})" if names else ""
-
-# %% ../../nbs/methods/07_proof.ipynb #2b85e8e1
+# %% ../../nbs/methods/07_proof.ipynb #18df52d2
 def prove(
     graph:Graph, # of the model
     groups:list, # of `ChannelGroup` that share no layer
     exact:bool,  # compare with silencing
 )->list:         # the groups, with the reason where one failed
     "Try all groups at once, and halves of them as long as that fails"
-    if groups: report(f"removing channels of {', '.join(g.name for g in groups[:1])}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''} on trial")
-    why = graph.fault(groups, exact) if groups else None
+    if not groups: return []
+    names = groups[0].name
+    if len(groups) > 1: names += f" and {len(groups) - 1} more"
+    report(f"removing channels of {names} on trial")
+    why = graph.fault(groups, exact)
     if not why: return groups
-    if len(groups) > 1: return [g for half in (groups[:len(groups)//2], groups[len(groups)//2:]) for g in prove(graph, half, exact)]
-    return [_with_heads(graph, groups[0], exact) or replace(groups[0], reason=why)]
+    if len(groups) == 1:
+        with_heads = _with_heads(graph, groups[0], exact)
+        return [with_heads or replace(groups[0], reason=why)]
+    half = len(groups)//2
+    first = prove(graph, groups[:half], exact)
+    return first + prove(graph, groups[half:], exact)
 
-def _with_heads(graph:Graph, group:ChannelGroup, exact:bool)->ChannelGroup|None:
+def _with_heads(
+    graph:Graph,        # of the model
+    group:ChannelGroup, # one that failed
+    exact:bool,         # compare with silencing
+)->ChannelGroup|None:
     "The group with whole attention heads as granules, if that works"
     owner = graph.model.get_submodule(graph.names[group.root].rpartition(".")[0])
-    n, counts = n_outputs(group.root), {getattr(owner, a, None) for a in ("num_heads", "num_attention_heads", "n_heads", "n_head")}
+    n = n_outputs(group.root)
+    counts = {getattr(owner, a, None) for a in ("num_heads", "num_attention_heads", "n_heads", "n_head")}
     for heads in counts:
         if not isinstance(heads, int) or heads < 2 or n % heads: continue
         whole = replace(group, pattern=partial(blocks, k=n//heads))
         if not graph.fault([whole], exact): return whole
+    return None
 
-# %% ../../nbs/methods/07_proof.ipynb #48635b65
+# %% ../../nbs/methods/07_proof.ipynb #c6ac885f
+def _unusable_output(group:ChannelGroup)->str|None:
+    "A layer of the group is the last one"
+    nodes = group.graph.dg.module2node
+    for p in group.parts:
+        if p.out and p.module in nodes and not nodes[p.module].outputs: return is_output
+    return None
+
+def _computed_weight(group:ChannelGroup)->str|None:
+    "A weight is the result of a computation, so it cannot be replaced by a smaller one"
+    for p in group.parts:
+        if isinstance(p.module, nn.Module) and parametrize.is_parametrized(p.module):
+            return (f"a weight of {group.graph.name_of(p)}, which goes with it, is computed by a parametrization; "
+                    "remove it with torch.nn.utils.parametrize.remove_parametrizations")
+    return None
+
+def _too_many(group:ChannelGroup)->str|None:
+    "torch-pruning takes something else for channels"
+    for p in group.parts:
+        n = group.graph.n_channels(p) or math.inf
+        if p.idxs and max(p.idxs) >= n:
+            return (f"its channels reach {group.graph.name_of(p)} as something else, such as positions: torch-pruning "
+                    f"follows more channels to it than it has{group.graph.ways(group)}; {no_target}")
+    return None
+
+def _irregular(group:ChannelGroup)->str|None:
+    "The smallest sets that can go are unknown"
+    if group.pattern is not None: return None
+    return f"its channels are tied to each other in no regular pattern{group.graph.ways(group)}; {no_target}"
+
+def _unread(group:ChannelGroup)->str|None:
+    "Some channels are read and others are not"
+    read = {r for p in group.parts if not p.out for r in p.roots}
+    if not read or all(read.intersection(granule) for granule in group.granules): return None
+    return f"some of its channels are read by no layer that can be followed{group.graph.ways(group)}; {no_target}"
+
+def _too_few(group:ChannelGroup)->str|None:
+    "All channels hang together"
+    if len(group.granules) > 1: return None
+    return f"it has {n_outputs(group.root)} channels, and the smallest set that can go is all of them"
+
+def _obvious(group:ChannelGroup)->str|None:
+    "Reasons that can be seen without a trial"
+    for look in (_unusable_output, _computed_weight, _too_many, _irregular, _unread, _too_few):
+        reason = look(group)
+        if reason: return reason
+    return None
+
+# %% ../../nbs/methods/07_proof.ipynb #19250a74
 def channel_groups(
     model:nn.Module, # any model
     sample,          # one example input
     verbose:bool=True, # show a progress bar, if it takes long
 )->list:             # of `ChannelGroup`, in model order, each compressible layer in one of them
     "The units of structural pruning, proven on the sample. Raises ValueError if torch-pruning cannot trace the model"
-    with slow_bar(1, verbose, "following channels through the model"): return _proven_groups(Graph(model, sample))
+    with slow_bar(1, verbose, "following channels through the model"):
+        return _proven_groups(Graph(model, sample))
+
+def _has_heads(group:ChannelGroup)->bool:
+    "Whether PyTorch's attention is in the group"
+    modules = [p.module for p in group.parts if p.out]
+    return any(isinstance(m, nn.MultiheadAttention) for m in modules)
 
 def _proven_groups(graph:Graph)->list:
     "All groups of a graph, those that can be pruned proven"
-    groups = [g if g.reason else replace(g, reason=_obvious(g)) for g in find_groups(graph)]
-    trial = [g for g in groups if not g.reason]
-    split = [g for g in trial if any(isinstance(p.module, nn.MultiheadAttention) for p in g.parts if p.out)]   # its heads have other sizes then
-    proven = prove(graph, [g for g in trial if g not in split], exact=True) + prove(graph, split, exact=False)
-    return in_order([*proven, *(g for g in groups if g.reason)])
-
-def _obvious(group:ChannelGroup)->str|None:
-    "Reasons that can be seen without a trial"
-    nodes = [group.graph.dg.module2node[p.module] for p in group.parts if p.out and p.module in group.graph.dg.module2node]
-    if any(not n.outputs for n in nodes): return is_output
-    computed = next((p for p in group.parts if isinstance(p.module, nn.Module) and parametrize.is_parametrized(p.module)), None)
-    if computed: return f"a weight of {group.graph.name_of(computed)}, which goes with it, is computed by a parametrization; remove it with torch.nn.utils.parametrize.remove_parametrizations"
-    lost = next((p for p in group.parts if p.idxs and max(p.idxs) >= (group.graph.n_channels(p) or math.inf)), None)
-    if lost: return f"its channels reach {group.graph.name_of(lost)} as something else, such as positions: torch-pruning follows more channels to it than it has{group.graph.ways(group)}; {no_target}"
-    if group.pattern is None: return f"its channels are tied to each other in no regular pattern{group.graph.ways(group)}; {no_target}"
-    read = {r for p in group.parts if not p.out for r in p.roots}
-    if read and not all(read.intersection(g) for g in group.granules): return f"some of its channels are read by no layer that can be followed{group.graph.ways(group)}; {no_target}"
-    if len(group.granules) < 2: return f"it has {n_outputs(group.root)} channels, and the smallest set that can go is all of them"
+    refused, plain, attention = [], [], []
+    for g in find_groups(graph):
+        reason = g.reason or _obvious(g)
+        if reason: refused.append(replace(g, reason=reason))
+        elif _has_heads(g): attention.append(g)   # its heads have other sizes then, so it cannot be exact
+        else: plain.append(g)
+    proven = prove(graph, plain, exact=True) + prove(graph, attention, exact=False)
+    return in_order([*proven, *refused])
