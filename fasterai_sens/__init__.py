@@ -30,7 +30,8 @@ from .methods.criteria import (
     updating_movmag,
     wanda,
 )
-from .methods.prune import Pruned, Pruner
+from .methods.prune import Pruned
+from .methods.pruner import Pruner
 from .methods.quantize import Quantized, quantize_model
 from .methods.sparsify import Sparse, Sparsifier
 from .methods.torchao import split_plan, to_torchao_config

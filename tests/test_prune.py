@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from toys import peer
 
-import fasterai_sens.methods.prune as prune
+import fasterai_sens.methods.pruner as pruner_module
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units
@@ -174,7 +174,7 @@ def pruned_losses(model, names, pct, reuse):
     own = deepcopy(model)
     groups = channel_groups(own, images)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prune, "channel_groups", lambda *args, **options: groups)
+        patch.setattr(pruner_module, "channel_groups", lambda *args, **options: groups)
         for name in names:
             with leave_no_trace(own, weights=()):
                 Pruner(own, {name: pct}, example_inputs=images).prune_model()

@@ -34,7 +34,7 @@ from fasterai_sens import (
 )
 from fasterai_sens.measure.intervals import tango_interval
 from fasterai_sens.methods.criteria import updating_movement
-from fasterai_sens.methods.prune import model_size
+from fasterai_sens.methods.pruner import model_size
 from fasterai_sens.train.recovery import scaled_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")

@@ -27,8 +27,9 @@ from ..methods.sparsify import Sparsifier, drop_weights, n_dropped, sparsity_mas
 from ..methods.quantize import Quantized, packed_bytes, plan_options, quantize_model
 from ..methods.channels import pick
 from ..methods.proof import channel_groups
-from ..methods.prune import Pruner, channel_scores, n_gone, n_granules
+from ..methods.prune import channel_scores, n_gone, n_granules
 from ..methods.widths import agree, find_widths, n_params, outline, weight_macs
+from ..methods.pruner import Pruner
 
 # %% ../../nbs/plans/04_applier.ipynb #4ab9da4f
 class Compressor:

@@ -20,7 +20,8 @@ from ..core.protocol import methods
 from ..core.checks import check_count
 from ..core.plans import Plan, in_turn
 from ..core.inputs import batches, check_sample
-from ..methods.prune import in_one_ranking, n_granules
+from ..methods.prune import n_granules
+from ..methods.pruner import in_one_ranking
 from ..measure.scores import Score
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_effect, check_heard, same_score

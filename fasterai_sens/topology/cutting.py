@@ -17,7 +17,7 @@ from ..core.inputs import call, tensors_in
 from ..core.layers import Unit
 from ..methods.channels import Graph, describe, eagerly, follow_errors
 from ..methods.proof import channel_groups, differ
-from ..methods.prune import check_optimizer, swap_parameters
+from ..methods.optimizers import check_optimizer, swap_parameters
 from .coupling import Masked, channel_of, kept_channels, read_masks, weight_mask
 
 # %% ../../nbs/topology/01_cutting.ipynb #d196b634

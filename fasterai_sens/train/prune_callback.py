@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..core.checks import check_count
 from ..core.inputs import FirstBatches
 from ..methods.criteria import INITIAL, PREVIOUS, as_criterion, large_final
-from fasterai_sens.methods.prune import (
-    Pruner, check_optimizer, check_ratios, check_rising, n_gone, n_granules, swap_parameters
-)
+from ..methods.prune import n_gone, n_granules
+from ..methods.optimizers import check_optimizer, swap_parameters
+from ..methods.pruner import Pruner, check_ratios, check_rising
 from ..measure.learner import learner_sample
 from .schedules import Schedule, agp
 from .wrappers import as_in_first, inner_model, inner_targets, plain_name, rewrapped

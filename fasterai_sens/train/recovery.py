@@ -31,7 +31,7 @@ from ..core.inputs import FirstBatches
 from ..core.layers import all_units, find_units, target_units
 from ..methods.criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
 from ..methods.sparsify import Sparsifier, sparsity_report
-from ..methods.prune import Pruner, model_size, resolve
+from ..methods.pruner import Pruner, model_size, resolve
 from ..measure.scores import Score, compare, why_no_ci
 from fasterai_sens.measure.learner import (
     falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
