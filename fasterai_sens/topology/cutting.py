@@ -18,7 +18,7 @@ from ..core.layers import Unit
 from ..methods.channels import Graph, describe, eagerly, follow_errors
 from ..methods.proof import channel_groups, differ
 from ..methods.optimizers import check_optimizer, swap_parameters
-from .coupling import Masked, channel_of, kept_channels, read_masks, weight_mask
+from .coupling import Masked, bias_mask, channel_of, kept_channels, read_masks, weight_mask
 
 # %% ../../nbs/topology/01_cutting.ipynb #d196b634
 def _bias_of(
@@ -27,8 +27,21 @@ def _bias_of(
 )->Tensor|None:       # one number for each filter
     "The bias of a layer; attention keeps those of query, key and value in one"
     if unit.attr == "weight": return module.bias
-    if unit.attr == "in_proj_weight" or module.in_proj_bias is None: return module.in_proj_bias
-    return module.in_proj_bias.chunk(3)[("q_proj_weight", "k_proj_weight", "v_proj_weight").index(unit.attr)]
+    bias = module.in_proj_bias
+    if bias is None or unit.attr == "in_proj_weight": return bias
+    place = ("q_proj_weight", "k_proj_weight", "v_proj_weight").index(unit.attr)
+    return bias.chunk(3)[place]
+
+def _weight_and_bias(
+    name:str,       # of a layer or norm with a mask
+    masked:Masked,  # from `read_masks`
+    modules:dict,   # name -> module of the model
+)->tuple:           # tensors; no bias: None
+    "What the mask is for"
+    if name in masked.norms: return modules[name].weight, getattr(modules[name], "bias", None)
+    unit = masked.units[name]
+    module = modules[name.removesuffix(f".{unit.attr}")]
+    return unit.weight, _bias_of(unit, module)
 
 def mask_model(
     model:nn.Module, # changed in place
@@ -36,14 +49,14 @@ def mask_model(
 ):
     "Set to zero what the masks drop"
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
-    for n, mask in masked.masks.items():
-        unit, bias_mask = masked.units.get(n), mask.get("bias") if hasattr(mask, "get") else None
-        module = modules[n.removesuffix(f".{unit.attr}") if unit else n]
-        found.append((unit.weight if unit else module.weight, weight_mask(mask)))
-        bias = _bias_of(unit, module) if unit else getattr(module, "bias", None)
-        if bias_mask is not None and bias is not None: found.append((bias, bias_mask))
-    for t, mask in found: t.data.masked_fill_(~mask.bool().to(t.device), 0)
+    found = []   # of (tensor, its mask)
+    for name, mask in masked.masks.items():
+        weight, bias = _weight_and_bias(name, masked, modules)
+        found.append((weight, weight_mask(mask)))
+        if bias is not None and bias_mask(mask) is not None: found.append((bias, bias_mask(mask)))
+    for t, mask in found:
+        dropped = ~mask.bool().to(t.device)
+        t.data.masked_fill_(dropped, 0)
     forget_casts()
 
 # %% ../../nbs/topology/01_cutting.ipynb #8329d648
@@ -55,28 +68,56 @@ def _outputs(
     with leave_no_trace(graph.model, weights=()), eagerly(), torch.no_grad():
         graph.model.eval()
         graph.remove(parts)
-        return [t.clone() for t in tensors_in(call(graph.model, graph.sample))]
+        out = call(graph.model, graph.sample)
+        return [t.clone() for t in tensors_in(out)]
 
-def _same(found:tuple, told:tuple)->bool:
-    "Whether two runs agree, in what the readers get and in what the model returns"
-    pairs = zip([*found[0], *found[1]], [*told[0], *told[1]], strict=True)
-    return all(x.shape == y.shape and not differ(x, y) for x, y in pairs)
+def _same(
+    found:tuple, # from `Graph.run`: what the readers get, what the model returns
+    told:tuple,  # from another run
+)->bool:
+    "Whether two runs agree"
+    mine, others = [*found[0], *found[1]], [*told[0], *told[1]]
+    for x, y in zip(mine, others, strict=True):
+        if x.shape != y.shape or differ(x, y): return False
+    return True
+
+def _does_as_silenced(
+    graph:Graph, # of the masked model
+    parts:list,  # of `Part`, to do without
+)->bool:
+    "Whether the model without channels does what it does if they are silenced, where they are read or already before"
+    taken = graph.run(parts)
+    if _same(taken, graph.run(parts, silent=True)): return True
+    return _same(taken, graph.run(parts, silent=True, source=True))
+
+# %% ../../nbs/topology/01_cutting.ipynb #afbdae28
+def _relative_distance(
+    x:Tensor, # any
+    y:Tensor, # of the same shape
+)->float:
+    "How far `x` is from `y`, relative to its size; 0 if it is only rounding"
+    if not differ(x, y): return 0.
+    apart = (x.double() - y.double()).norm().item()
+    size = y.double().norm().item()
+    return apart/max(size, 1e-12)
 
 def _try(
     graph:Graph,  # of the masked model
     gone:dict,    # `ChannelGroup` -> `Part`s that go
 )->float:         # how far the outputs are from those of the masked model, relative to their size
     "Cut for a trial. Raises ValueError if that is not what silencing does"
-    exact = [p for parts in gone.values() if not any(isinstance(p.module, nn.MultiheadAttention) for p in parts) for p in parts]
-    names = ", ".join(g.name for g in gone)
+    everything, exact = [], []   # `exact`: without attention, whose heads have other sizes then
+    for parts in gone.values():
+        everything += parts
+        if not any(isinstance(p.module, nn.MultiheadAttention) for p in parts): exact += parts
+    without = f"without the channels that the masks of {', '.join(g.name for g in gone)} drop, the model does not"
     before = _outputs(graph, [])
     try:
-        taken, after = graph.run(exact), _outputs(graph, [p for parts in gone.values() for p in parts])
-        fine = _same(taken, graph.run(exact, silent=True)) or _same(taken, graph.run(exact, silent=True, source=True))
-    except follow_errors as e: raise ValueError(f"without the channels that the masks of {names} drop, the model does not run ({describe(e)})") from e
-    if not fine: raise ValueError(f"without the channels that the masks of {names} drop, the model does not do what it does if they are silenced; leave some of these masks out")
-    apart = [(x.double() - y.double()).norm().item()/max(y.double().norm().item(), 1e-12) for x, y in zip(after, before, strict=True) if differ(x, y)]
-    return max(apart, default=0.)
+        after = _outputs(graph, everything)
+        fine = _does_as_silenced(graph, exact)
+    except follow_errors as e: raise ValueError(f"{without} run ({describe(e)})") from e
+    if not fine: raise ValueError(f"{without} do what it does if they are silenced; leave some of these masks out")
+    return max(map(_relative_distance, after, before), default=0.)
 
 # %% ../../nbs/topology/01_cutting.ipynb #e2dfaf10
 def _staying(
@@ -87,24 +128,33 @@ def _staying(
     "The layers of which dropped filters cannot go, and how many of them"
     found = []
     for g in groups:
-        for u in [u for u in g.units if u in masked.filters]:
+        for u in g.units:
+            if u not in masked.filters: continue
             channel = channel_of(g, u)
-            n = int((~masked.filters[u] & ((channel < 0) | stays[g][channel])).sum())
+            held = (channel < 0) | stays[g][channel]
+            n = int((~masked.filters[u] & held).sum())
             if n: found.append(f"{u.name} ({n})")
     return ", ".join(found)
 
+# %% ../../nbs/topology/01_cutting.ipynb #cad0ac7b
 def cut_by_masks(
     model:nn.Module,  # changed in place
-    masks,            # layer name -> mask shaped like its weight, or -> dict with "weight" and "bias"; norms may have one, too; or a file that `torch.load` reads
+    masks,            # name of a layer or norm -> mask, or a file that `torch.load` reads
     example_inputs,   # an input the model runs on: a tensor, a tuple or a dict
-    *, optimizer=None, # PyTorch's or fastai's; one that exists already must be given, or it goes on with the old parameters
+    *, optimizer=None, # PyTorch's or fastai's; give the one that exists, or it goes on with the old parameters
 )->nn.Module:         # the same model
-    "Take out the channels that `masks` drop and set the other dropped weights to zero. Raises KeyError, TypeError and ValueError, and leaves the model as it was then"
+    """Take out the channels that `masks` drop and set the other dropped weights to zero
+
+    A mask is a tensor shaped like the weight, or a dictionary with "weight" and "bias". Raises KeyError, TypeError
+    and ValueError, and leaves the model as it was then."""
     if optimizer is not None: check_optimizer(optimizer)
     groups = channel_groups(model, example_inputs)
     masked = read_masks(masks, groups)
     stays = {g: kept_channels(g, masked) for g in groups}
-    gone = {g: g.parts_of([(~stays[g]).nonzero().flatten().tolist()]) for g in groups if not stays[g].all()}
+    gone = {}   # group -> parts
+    for g in groups:
+        channels = (~stays[g]).nonzero().flatten().tolist()
+        if channels: gone[g] = g.parts_of([channels])
     with leave_no_trace(model):
         mask_model(model, masked)
         apart = _try(groups[0].graph, gone) if gone else 0.
@@ -112,6 +162,11 @@ def cut_by_masks(
     mask_model(model, masked)
     swaps = groups[0].graph.cut([p for parts in gone.values() for p in parts])
     if optimizer is not None: swap_parameters(optimizer, swaps)
-    if left: warnings.warn(f"dropped filters that a coupled layer keeps, or that their layer cannot lose, are zero and stay: {left}; fix_mask_conflict brings them back", stacklevel=2)
-    if apart: warnings.warn(f"the outputs on example_inputs are {100*apart:.2g} % from those of the masked model: norms over channels have fewer of them, or norms and biases behind dropped filters sent a constant (give them masks)", stacklevel=2)
+    if left:
+        warnings.warn(f"dropped filters that a coupled layer keeps, or that their layer cannot lose, are zero "
+                      f"and stay: {left}; fix_mask_conflict brings them back", stacklevel=2)
+    if apart:
+        warnings.warn(f"the outputs on example_inputs are {100*apart:.2g} % from those of the masked model: "
+                      "norms over channels have fewer of them, or norms and biases behind dropped filters "
+                      "sent a constant (give them masks)", stacklevel=2)
     return model
