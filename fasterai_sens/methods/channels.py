@@ -73,7 +73,7 @@ class NormPruner:
     def get_out_channel_groups(self, layer): return 1
     get_in_channel_groups = get_out_channel_groups
 
-def _has_rule(
+def _is_prunable_norm(
     module:nn.Module, # any module
 )->bool:
     "Whether a module is a norm that `NormPruner` can prune"
@@ -89,7 +89,7 @@ def extra_rules(
     rules = {}
     for m in model.modules():
         if is_hf_conv1d(m): rules[type(m)] = Conv1DPruner()
-        elif _has_rule(m): rules[type(m)] = NormPruner()
+        elif _is_prunable_norm(m): rules[type(m)] = NormPruner()
     return rules
 
 # %% ../../nbs/methods/06_channels.ipynb #8d95f802

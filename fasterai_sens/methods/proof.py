@@ -214,10 +214,10 @@ def _zeros_always_do(self:Graph,
     chance:torch.Generator, # for those that follow
 )->bool:
     "The same in four trials"
-    for next_share in (1/4, 1/2, 1/3, None):
+    for next_share in (1/4, 1/2, 1/3):
         if not self._zeros_do(parts): return False
-        parts = _trial(groups, next_share, chance) if next_share else ()
-    return True
+        parts = _trial(groups, next_share, chance)
+    return self._zeros_do(parts)
 
 # %% ../../nbs/methods/07_proof.ipynb #ac3d37a7
 def _names_of(
