@@ -401,6 +401,7 @@ def _build_graph(
     graph.module2node = _Settled(graph.module2node)
     return graph
 
+# %% ../../nbs/methods/06_channels.ipynb #a863e27e
 def _ordinary(t:Tensor)->Tensor:
     "A tensor that autograd may follow"
     return t.clone() if t.is_inference() else t
@@ -541,28 +542,15 @@ def parts(self:Graph,
 class TornWeight(ValueError): "A weight that is shared would not be shared any more"
 
 @patch
-@under(not_inference, torch.no_grad)
-def remove(self:Graph,
-    parts:list, # of `Part`; those of several roots may be joined
-)->dict:        # old parameter -> new parameter
-    "Take the channels of all `parts` out of the model. Raises TornWeight, a ValueError, if a shared weight is torn"
-    merged = {}   # side of a module -> (one of its parts, the channels of all of them)
-    for p in parts:
-        _, idxs = merged.setdefault((p.module, p.prune.handler), (p, set()))
-        idxs.update(p.idxs)
-    for part, idxs in merged.values():
-        if idxs: self._take_out(part, sorted(idxs))
-    return self._share_again()
-
-@patch
-def _take_out(self:Graph,
-    part:Part, # of a module or a bare parameter
-    idxs:list, # the channels that go
-):
-    "Call the rule; a new bare parameter goes to all who hold the old one"
-    new = part.prune(idxs)
-    if isinstance(part.module, nn.Parameter):
-        for m, attr in self.holders[part.module]: setattr(m, attr, new)
+def _torn(self:Graph,
+    old:nn.Parameter, # one that its holders have new versions of
+    new:list,         # the version of each
+)->str|None:
+    "How the parameter was shared, if that is lost, or None"
+    first = new[0]
+    for p in new[1:]:
+        if p.shape != first.shape or not torch.equal(p, first): return "share one weight"
+    return "lies over the same numbers as another parameter" if old in self.doubled else None
 
 @patch
 def _share_again(self:Graph)->dict: # old parameter -> new parameter
@@ -579,16 +567,30 @@ def _share_again(self:Graph)->dict: # old parameter -> new parameter
         swaps[old] = new[0].requires_grad_(old.requires_grad)
     return swaps
 
+# %% ../../nbs/methods/06_channels.ipynb #38851fbd
 @patch
-def _torn(self:Graph,
-    old:nn.Parameter, # one that its holders have new versions of
-    new:list,         # the version of each
-)->str|None:
-    "How the parameter was shared, if that is lost, or None"
-    first = new[0]
-    for p in new[1:]:
-        if p.shape != first.shape or not torch.equal(p, first): return "share one weight"
-    return "lies over the same numbers as another parameter" if old in self.doubled else None
+def _take_out(self:Graph,
+    part:Part, # of a module or a bare parameter
+    idxs:list, # the channels that go
+):
+    "Call the rule; a new bare parameter goes to all who hold the old one"
+    new = part.prune(idxs)
+    if isinstance(part.module, nn.Parameter):
+        for m, attr in self.holders[part.module]: setattr(m, attr, new)
+
+@patch
+@under(not_inference, torch.no_grad)
+def remove(self:Graph,
+    parts:list, # of `Part`; those of several roots may be joined
+)->dict:        # old parameter -> new parameter
+    "Take the channels of all `parts` out of the model. Raises TornWeight, a ValueError, if a shared weight is torn"
+    merged = {}   # side of a module -> (one of its parts, the channels of all of them)
+    for p in parts:
+        _, idxs = merged.setdefault((p.module, p.prune.handler), (p, set()))
+        idxs.update(p.idxs)
+    for part, idxs in merged.values():
+        if idxs: self._take_out(part, sorted(idxs))
+    return self._share_again()
 
 # %% ../../nbs/methods/06_channels.ipynb #e9661aab
 class _Selections(TorchFunctionMode):
@@ -619,6 +621,7 @@ def narrowed(
         t = t.index_select(dim, kept) if kept.dim() == 1 else torch.take_along_dim(t, kept, dim)
     return t
 
+# %% ../../nbs/methods/06_channels.ipynb #ff323b4c
 @patch
 @under(not_inference)
 def cut(self:Graph,
@@ -689,6 +692,19 @@ def pattern(self:Graph,
     return partial(stripes, k=k)
 
 # %% ../../nbs/methods/06_channels.ipynb #ee67dd4e
+def _part_of(
+    part:Part, # of a group
+    gone:set,  # channels of the root
+)->Part:
+    "What a part loses with some channels of the root"
+    idxs, roots = [], []
+    for i, r in zip(part.idxs, part.roots, strict=True):
+        if r in gone:
+            idxs.append(i)
+            roots.append(r)
+    return replace(part, idxs=idxs, roots=roots)
+
+# %% ../../nbs/methods/06_channels.ipynb #01b1dc1c
 @dataclass(frozen=True, eq=False)
 class ChannelGroup:
     "Layers whose output channels can only be removed together"
@@ -719,18 +735,6 @@ class ChannelGroup:
         "What goes with some of the granules; as they are closed, all that has to go is named by its roots"
         gone = {i for g in granules for i in g}
         return [_part_of(p, gone) for p in self.parts]
-
-def _part_of(
-    part:Part, # of a group
-    gone:set,  # channels of the root
-)->Part:
-    "What a part loses with some channels of the root"
-    idxs, roots = [], []
-    for i, r in zip(part.idxs, part.roots, strict=True):
-        if r in gone:
-            idxs.append(i)
-            roots.append(r)
-    return replace(part, idxs=idxs, roots=roots)
 
 # %% ../../nbs/methods/06_channels.ipynb #751fc4ae
 def renewed(

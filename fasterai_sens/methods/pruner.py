@@ -141,6 +141,7 @@ def _asked(
         if pct and g.reason: raise ValueError(f"{g.name} cannot be pruned: {g.reason}")
     return asked
 
+# %% ../../nbs/methods/11_pruner.ipynb #ec206e82
 def resolve(
     groups:list, # of `ChannelGroup`
     ratio,       # percent, or layer name -> percent
@@ -212,6 +213,7 @@ class Pruner:
         self.before = model_size(model, self.example_inputs)
         self.criteria = self._bind(criteria, calibration_data)
 
+# %% ../../nbs/methods/11_pruner.ipynb #a1f78568
 @patch
 def _bind(self:Pruner,
     criteria,         # which channels matter
@@ -294,6 +296,7 @@ def _global(self:Pruner,
         goes[name] = there - rounded(stay[name], there, granule_step(self.round_to, k))
     return goes
 
+# %% ../../nbs/methods/11_pruner.ipynb #5237be64
 @patch
 def _choose(self:Pruner,
     share:float, # of the targets, 0..1

@@ -146,6 +146,7 @@ def shorter(
             if old != left: found.append((place(t), axis, Fraction(old - left, len(gone))))
     return found
 
+# %% ../../nbs/methods/09_widths.ipynb #a9541aa0
 def _first_granules(
     groups:Iterable, # of `ChannelGroup`, that can be pruned, of one model
 )->dict:             # side -> (group, part, the channels that go with one of its granules)
@@ -198,6 +199,7 @@ class Widths:
         self._weigh(model, sample, tensors)
         self._fill_arrays()
 
+# %% ../../nbs/methods/09_widths.ipynb #0ba29f50
 @patch
 def _weigh(self:Widths,
     model:nn.Module, # any model
@@ -247,6 +249,7 @@ def counts(self:Widths,
         out[self.sides[side]] = len(np.unique(lost))
     return out
 
+# %% ../../nbs/methods/09_widths.ipynb #4714de37
 @patch
 def sizes(self:Widths,
     counts:np.ndarray, # `[n, sides + 1]`, summed over groups

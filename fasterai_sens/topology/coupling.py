@@ -198,6 +198,7 @@ def _check_twins(
         if not torch.equal(mine, other):
             raise ValueError(f"{twin!r} and {name!r} share one weight, but their masks differ")
 
+# %% ../../nbs/topology/00_coupling.ipynb #93e30540
 def read_masks(
     masks,       # as `fix_mask_conflict` takes them
     groups:list, # of `ChannelGroup`, of the model
