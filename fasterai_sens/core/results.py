@@ -292,6 +292,7 @@ def _opening_lines(res:SensitivityResult, by:str)->list:
     if by == "objective": lines.append(f"  ranked by the rise of {res.objective_name}, as plans are")
     return lines
 
+# %% ../../nbs/core/08_results.ipynb #35ff3a9e
 def _end_lines(res:SensitivityResult, by:str, top:int)->list:
     "The fragile and the robust layers"
     has_ci, has_rise = any(row.ci for row in res.layers), by == "objective"
@@ -369,6 +370,7 @@ def _html_cells(
     if objective: cells.append(f"{row.objective_delta:+.4f}")
     return [*cells, _bar(_share(row.delta, largest))]
 
+# %% ../../nbs/core/08_results.ipynb #582f0d59
 def _html_rest(res:SensitivityResult, shown:list)->str:
     "How many rows are not shown, and why some have no interval"
     n_more, n_skipped = len(res.ranked) - len(shown), len(res.skipped)

@@ -185,30 +185,6 @@ class ClassifierData:
         "Forget the untouched model: the next one that is evaluated takes its place"
         self.untouched = None
 
-    def batches(self,
-        device, # to put them on
-    ):
-        "Inputs and targets, in the same order each time. Raises ValueError if they are not, or if there are none"
-        is_of_fastai = hasattr(self.data, "rng")
-        loader = FirstBatches(self.data, None) if is_of_fastai else self.data
-        marks = []
-        with same_draws(self.data):
-            for i, batch in enumerate(loader):
-                x, y = self.pair(to_device(batch, device))
-                marks.append(checksum((x, y)))
-                if self.order is not None and self.order[i:i + 1] != marks[i:]: self.other_order()
-                yield x, y
-        if not marks: raise ValueError(f"{self.name} is empty: there is no batch in it")
-        if self.order is not None and len(marks) != len(self.order): self.other_order()
-        self.order = marks
-
-    def other_order(self):
-        "Raises ValueError"
-        raise ValueError(
-            f"{self.name} must give the same samples in the same order each time, and these are others: "
-            "use a DataLoader with shuffle=False and without random augmentation, or read it once with list(loader)"
-        )
-
 # %% ../../nbs/measure/03_data.ipynb #44fbbc13
 @patch
 def _split(self:ClassifierData, batch)->tuple:
@@ -237,6 +213,33 @@ def pair(self:ClassifierData,
                          f"got {got}")
     return mapped(plain_tensor, x), y
 
+# %% ../../nbs/measure/03_data.ipynb #0d0f27e1
+@patch
+def batches(self:ClassifierData,
+    device, # to put them on
+):
+    "Inputs and targets, in the same order each time. Raises ValueError if they are not, or if there are none"
+    is_of_fastai = hasattr(self.data, "rng")
+    loader = FirstBatches(self.data, None) if is_of_fastai else self.data
+    marks = []
+    with same_draws(self.data):
+        for i, batch in enumerate(loader):
+            x, y = self.pair(to_device(batch, device))
+            marks.append(checksum((x, y)))
+            if self.order is not None and self.order[i:i + 1] != marks[i:]: self.other_order()
+            yield x, y
+    if not marks: raise ValueError(f"{self.name} is empty: there is no batch in it")
+    if self.order is not None and len(marks) != len(self.order): self.other_order()
+    self.order = marks
+
+@patch
+def other_order(self:ClassifierData):
+    "Raises ValueError"
+    raise ValueError(
+        f"{self.name} must give the same samples in the same order each time, and these are others: "
+        "use a DataLoader with shuffle=False and without random augmentation, or read it once with list(loader)"
+    )
+
 # %% ../../nbs/measure/03_data.ipynb #7d3ebb10
 def _means_where(
     values:Tensor, # `[n, places]`
@@ -256,6 +259,7 @@ def _each_where(
     some = counts.any(1).nonzero().flatten()
     return [values[i][counts[i]] for i in some]
 
+# %% ../../nbs/measure/03_data.ipynb #4b7b15ea
 @patch
 def __call__(self:ClassifierData,
     model:nn.Module, # evaluated in eval mode, without gradients; comes back as it was

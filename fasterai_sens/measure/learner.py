@@ -322,6 +322,7 @@ def names_of(
     if isinstance(name, str): return [name]
     return [cls.__name__ for cls in type(metric).__mro__]
 
+# %% ../../nbs/measure/04_learner.ipynb #584e1213
 def falls(
     metric,   # a metric, loss or function, perhaps wrapped
     name:str, # what it is called where it is shown

@@ -148,6 +148,7 @@ def compare(
     ci, _ = paired_interval(before, after, n, means=base.sizes is not None)
     return delta, stderr, ci
 
+# %% ../../nbs/measure/01_scores.ipynb #87733d52
 def why_no_ci(
     base:Score,  # untouched model
     other:Score, # compressed model
