@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.checks import unknown_name
-from ..core.inputs import batches, call, logits_of
 from ..core.keeping import casts_not_kept
-from ..core.layers import Unit, convs, filters_first, transposed_convs
 from ..core.signals import not_inference, under
 from ..core.state import leave_no_trace
+from ..core.checks import unknown_name
+from ..core.inputs import batches, call, logits_of
+from ..core.layers import Unit, convs, filters_first, transposed_convs
 
 # %% ../../nbs/methods/00_criteria.ipynb #94b0eae7
 INITIAL = "initial weights"

@@ -145,11 +145,10 @@ def grid_error(
     scale = grid.scale.double()[:, None]
     zero = grid.zero[:, None]
     mean = total/count
-    q = (mean/scale).round() + zero
-    q = q.clamp(grid.low, grid.high)
-    g = (q - zero)*scale
+    q = (mean/scale).round_().add_(zero)   # in place: each candidate has a number for each bin
+    g = q.clamp_(grid.low, grid.high).sub_(zero).mul_(scale)
     error = square - 2*g*total + count*g*g
-    return error.clamp(min=0).sum(1)
+    return error.clamp_(min=0).sum(1)
 
 # %% ../../nbs/methods/03_observers.ipynb #ca33ff16
 def least_error(

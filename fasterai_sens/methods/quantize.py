@@ -21,14 +21,14 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.checks import check_bits
-from ..core.inputs import batches, call, mapped
 from ..core.keeping import forget_casts
-from ..core.layers import filters_first, find_units, place, target_units
-from ..core.plans import BitPlan, check_method
-from ..core.protocol import Perturbation, method
 from ..core.signals import PutBack, PutBackOnError, hold_signals, release_signals, uncut
 from ..core.state import leave_no_trace
+from ..core.protocol import Perturbation, method
+from ..core.checks import check_bits
+from ..core.plans import BitPlan, check_method
+from ..core.inputs import batches, call, mapped
+from ..core.layers import filters_first, find_units, place, target_units
 from .grids import asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows
 from .observers import MinMax, find_observer
 

@@ -16,11 +16,11 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.checks import check_pct, format_table
 from ..core.keeping import forget_casts
-from ..core.layers import Unit, filters_first, find_units, target_units
-from ..core.plans import LayerTargets, check_method
 from ..core.protocol import Perturbation, method
+from ..core.checks import check_pct, format_table
+from ..core.plans import LayerTargets, check_method
+from ..core.layers import Unit, filters_first, find_units, target_units
 from fasterai_sens.methods.criteria import (
     INITIAL, PREVIOUS, Criterion, as_criterion, bind, block_axes, block_scores, check_granularity, large_final,
     parse_nm
