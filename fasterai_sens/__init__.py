@@ -45,8 +45,9 @@ from .plans.norms import Recalibrated, reestimate_norms
 from .plans.search import SearchResult, search_targets
 from .plans.sizes import compress_to_size, compress_with_layer_sensitivity
 from .plans.verdicts import identify_critical_layers, recommend_compression_target, validate_compression_target
-from .topology.coupling import ChannelDependency, fix_mask_conflict, not_safe_to_prune
+from .topology.coupling import ChannelDependency, not_safe_to_prune
 from .topology.cutting import cut_by_masks
+from .topology.masks import fix_mask_conflict
 from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .train.stages import RecoveryResult
 

@@ -37,7 +37,7 @@ from fasterai_sens.core.layers import filters_first
 from fasterai_sens.core.state import leave_no_trace
 from fasterai_sens.methods.channels import Graph, n_outputs
 from fasterai_sens.methods.proof import channel_groups
-from fasterai_sens.topology.coupling import channel_of
+from fasterai_sens.topology.masks import channel_of
 
 Conv, Linear = nn.Conv2d, nn.Linear
 bn_types = nn.modules.batchnorm._BatchNorm
