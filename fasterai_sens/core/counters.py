@@ -8,10 +8,10 @@ __all__ = ['upsample_costs', 'recurrent', 'default_rules', 'bias_rules', 'batch_
            'linear_macs', 'recurrent_weights', 'first_tensor', 'n_vectors', 'recurrent_macs', 'attention_macs',
            'padded_tokens', 'window_attention_macs', 'bias_adds', 'recurrent_bias_adds', 'attention_bias_adds',
            'window_attention_bias_adds', 'per_element', 'adaptive_pool_macs', 'upsample_macs', 'is_swin_attention',
-           'summed', 'find_rule', 'tables_for', 'check_shaped', 'blank_batch', 'as_inputs', 'n_samples', 'ordered',
-           'used_inside', 'own_parameters', 'unseen', 'shape_of', 'watch', 'every_layer_called', 'weight_shape',
-           'watched', 'warn_uncalled', 'count_calls', 'Counts', 'uncounted', 'print_counts', 'countable',
-           'count_flops_params', 'stored', 'n_bytes', 'synchronize', 'timed', 'latency']
+           'summed', 'find_rule', 'check_rules', 'tables_for', 'check_shaped', 'blank_batch', 'as_inputs', 'n_samples',
+           'ordered', 'used_inside', 'own_parameters', 'unseen', 'count_unseen', 'shape_of', 'watch',
+           'every_layer_called', 'weight_shape', 'watched', 'warn_uncalled', 'count_calls', 'Counts', 'uncounted',
+           'print_counts', 'countable', 'count_flops_params', 'stored', 'n_bytes', 'synchronize', 'timed', 'latency']
 
 # %% ../../nbs/core/13_counters.ipynb #c5f5960b
 import inspect
@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from statistics import median
 from time import perf_counter
 
@@ -40,7 +41,8 @@ def conv_macs(
     output:Tensor,    # what came out, `[batch, out, *size]`
 )->int:               # MACs of the call
     "One MAC for each output and each weight that leads to it"
-    return output.numel()*math.prod(module.weight.shape[1:])
+    weights_per_output = math.prod(module.weight.shape[1:])
+    return output.numel()*weights_per_output
 
 def transposed_conv_macs(
     module:nn.Module, # ConvTranspose1d, 2d or 3d, weight `[in, out/groups, *kernel]`
@@ -48,7 +50,8 @@ def transposed_conv_macs(
     output:Tensor,    # what came out
 )->int:               # MACs of the call
     "One MAC for each input and each weight that leads away from it"
-    return inputs[0].numel()*math.prod(module.weight.shape[1:])
+    weights_per_input = math.prod(module.weight.shape[1:])
+    return inputs[0].numel()*weights_per_input
 
 # %% ../../nbs/core/13_counters.ipynb #a45e5273
 def linear_macs(
@@ -65,7 +68,8 @@ def recurrent_weights(
 )->list:              # its weight matrices and bias vectors
     "All tensors that `module` uses in a step"
     if isinstance(module, nn.RNNBase): return [w for layer in module.all_weights for w in layer]
-    return [w for w in (module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh) if w is not None]
+    of_cell = module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh
+    return [w for w in of_cell if w is not None]
 
 def first_tensor(
     x, # nested tuples, lists and dicts of tensors
@@ -77,7 +81,8 @@ def n_vectors(
     x, # tensor `[..., features]`, or a tuple that starts with one, such as a packed sequence
 )->int:
     "How many vectors the first tensor in `x` holds"
-    return math.prod(first_tensor(x).shape[:-1])
+    shape = first_tensor(x).shape
+    return math.prod(shape[:-1])
 
 # %% ../../nbs/core/13_counters.ipynb #4890cfba
 def recurrent_macs(
@@ -86,7 +91,8 @@ def recurrent_macs(
     output,           # what came out; its first tensor is `[..., features]`
 )->int:               # MACs of the call
     "One MAC for each weight and each time step of each sample"
-    return n_vectors(output)*sum(w.numel() for w in recurrent_weights(module) if w.dim() == 2)
+    matrices = [w for w in recurrent_weights(module) if w.dim() == 2]
+    return n_vectors(output)*sum(w.numel() for w in matrices)
 
 # %% ../../nbs/core/13_counters.ipynb #db04aea8
 def attention_macs(
@@ -105,7 +111,8 @@ def padded_tokens(
 )->int:
     "How many pixels there are once height and width are padded to whole windows"
     batch, *size, _ = inputs[0].shape
-    return batch*math.prod(math.ceil(n/w)*w for n, w in zip(size, module.window_size, strict=True))
+    padded = [math.ceil(n/window)*window for n, window in zip(size, module.window_size, strict=True)]
+    return batch*math.prod(padded)
 
 def window_attention_macs(
     module:nn.Module, # torchvision's ShiftedWindowAttention
@@ -113,7 +120,8 @@ def window_attention_macs(
     output:Tensor,    # what came out
 )->int:               # MACs of the call
     "MACs of the projections before and after the attention in windows"
-    return padded_tokens(module, inputs)*(module.qkv.weight.numel() + module.proj.weight.numel())
+    weights = module.qkv.weight.numel() + module.proj.weight.numel()
+    return padded_tokens(module, inputs)*weights
 
 # %% ../../nbs/core/13_counters.ipynb #a41f615a
 def bias_adds(
@@ -130,7 +138,8 @@ def recurrent_bias_adds(
     output,           # what came out
 )->int:
     "One for each bias and each time step of each sample"
-    return n_vectors(output)*sum(w.numel() for w in recurrent_weights(module) if w.dim() == 1)
+    biases = [w for w in recurrent_weights(module) if w.dim() == 1]
+    return n_vectors(output)*sum(w.numel() for w in biases)
 
 # %% ../../nbs/core/13_counters.ipynb #f9f6a98b
 def attention_bias_adds(
@@ -149,14 +158,17 @@ def window_attention_bias_adds(
     output:Tensor,    # what came out
 )->int:
     "One for each bias and each pixel, padding included"
-    return padded_tokens(module, inputs)*sum(m.bias.numel() for m in (module.qkv, module.proj) if m.bias is not None)
+    biases = [m.bias for m in (module.qkv, module.proj) if m.bias is not None]
+    per_token = sum(b.numel() for b in biases)
+    return padded_tokens(module, inputs)*per_token
 
 # %% ../../nbs/core/13_counters.ipynb #eb069fbb
 def per_element(
     cost:int, # operations for each number that comes out
 )->Callable:  # a rule
     "Rule that charges `cost` for each element of the output"
-    return lambda module, inputs, output: cost*output.numel()
+    def rule(module, inputs, output): return cost*output.numel()
+    return rule
 
 def adaptive_pool_macs(
     module:nn.Module, # AdaptiveAvgPool1d, 2d or 3d
@@ -164,11 +176,12 @@ def adaptive_pool_macs(
     output:Tensor,    # `[batch, channels, *smaller]`
 )->int:
     "Size of the kernel and one more, for each output"
-    kernel = math.prod(i//o for i, o in zip(inputs[0].shape, output.shape, strict=True))
+    sizes = zip(inputs[0].shape, output.shape, strict=True)
+    kernel = math.prod(before//after for before, after in sizes)
     return (kernel + 1)*output.numel()
 
 # %% ../../nbs/core/13_counters.ipynb #c726c266
-upsample_costs = dict(linear=5, bilinear=11, trilinear=31, bicubic=259)   # per output; for bicubic this is NNI's figure too
+upsample_costs = dict(linear=5, bilinear=11, trilinear=31, bicubic=259)   # per output; NNI has the same for bicubic
 
 def upsample_macs(
     module:nn.Upsample, # any mode
@@ -203,8 +216,9 @@ bias_rules = {
 
 # %% ../../nbs/core/13_counters.ipynb #49a5cab8
 batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-activations = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Sigmoid,
-    nn.LogSigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold)
+activations = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Softplus, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold)
 average_pools = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 adaptive_pools = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 
@@ -212,7 +226,8 @@ def summed(
     *rules:Callable, # rules of one class
 )->Callable:         # a rule
     "Rule that adds up what others count"
-    return lambda module, inputs, output: sum(rule(module, inputs, output) for rule in rules)
+    def total(module, inputs, output): return sum(rule(module, inputs, output) for rule in rules)
+    return total
 
 full_rules = {
     **{kind: summed(rule, bias_rules[kind]) for kind, rule in default_rules.items()},
@@ -228,12 +243,27 @@ def find_rule(
 )->Callable|None:     # None if no table has one
     "The rule for `module`, by its class or the nearest one above it"
     for table in tables:
-        kinds = [c for c in type(module).__mro__ if c in table] or [k for k in table if not isinstance(k, type) and k(module)]
-        if kinds: return table[kinds[0]]
+        for cls in type(module).__mro__:
+            if cls in table: return table[cls]
+        for knows, rule in table.items():
+            if not isinstance(knows, type) and knows(module): return rule
     return None
 
 # %% ../../nbs/core/13_counters.ipynb #e6936594
 modes = {"default": default_rules, "full": full_rules}
+
+def check_rules(
+    custom_ops, # what the user gave: module class -> rule, or None
+):
+    "Raises TypeError for rules that are none"
+    if not isinstance(custom_ops, Mapping | None):
+        raise TypeError(f"custom_ops is a dict of module class -> function; got {type(custom_ops).__name__}")
+    for kind, rule in (custom_ops or {}).items():
+        if not isinstance(kind, type):
+            raise TypeError(f"the keys of custom_ops are module classes, such as nn.Linear; got {kind!r}")
+        if callable(rule): continue
+        a_rule = "a function of module, inputs and output that returns MACs"
+        raise TypeError(f"custom_ops[{kind.__name__}] is {a_rule}; got {rule!r}")
 
 def tables_for(
     mode:str,   # "default" or "full"
@@ -241,10 +271,7 @@ def tables_for(
 )->tuple:       # of tables for `find_rule`
     "The user's rules and those of the mode. Raises ValueError for an unknown mode, TypeError for rules that are none"
     if mode not in modes: raise ValueError(f"mode is one of {', '.join(map(repr, modes))}; got {mode!r}")
-    if not isinstance(custom_ops, Mapping | None): raise TypeError(f"custom_ops is a dict of module class -> function; got {type(custom_ops).__name__}")
-    for kind, rule in (custom_ops or {}).items():
-        if not isinstance(kind, type): raise TypeError(f"the keys of custom_ops are module classes, such as nn.Linear; got {kind!r}")
-        if not callable(rule): raise TypeError(f"custom_ops[{kind.__name__}] is a function of module, inputs and output that returns MACs; got {rule!r}")
+    check_rules(custom_ops)
     return custom_ops or {}, modes[mode]
 
 # %% ../../nbs/core/13_counters.ipynb #e3aed65e
@@ -252,7 +279,8 @@ def check_shaped(
     model, # what the user gave
 )->nn.Module:
     "The model. Raises TypeError if it is none, ValueError for a lazy one that has not run yet"
-    lazy = [n for n, t in (*check_model(model).named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    named = *check_model(model).named_parameters(), *model.named_buffers()
+    lazy = [name for name, t in named if is_lazy(t)]
     if lazy: raise ValueError(f"{lazy[0]} has no shape yet: run the model once on real input")
     return model
 
@@ -262,18 +290,26 @@ def blank_batch(
 )->Tensor:
     "A batch of zeros on the model's device, in its floating dtype. Raises ValueError for a size below 1"
     if min(shape) < 1: raise ValueError(f"x is a shape with sizes of 1 and more; got {tuple(shape)}")
-    p = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.zeros(*shape, dtype=p.dtype, device=p.device)
+    floating = (p for p in model.parameters() if p.is_floating_point())
+    like = next(floating, torch.empty(0))
+    return torch.zeros(*shape, dtype=like.dtype, device=like.device)
 
 # %% ../../nbs/core/13_counters.ipynb #5484ea92
+def _is_shape(x)->bool:
+    "Whether `x` is a tuple or list of integers, and not empty"
+    if not isinstance(x, tuple | list) or not x: return False
+    return all(isinstance(n, int) and not isinstance(n, bool) for n in x)
+
 def as_inputs(
     model:nn.Module, # model that will take them
     x,               # tensor, tuple or dict of model inputs, or a shape
 ):                   # the same, or a tensor of that shape
     "What to call `model` with. Raises TypeError for anything else, ValueError for a shape or a batch of nothing"
-    if isinstance(x, tuple | list) and x and all(isinstance(n, int) and not isinstance(n, bool) for n in x): return blank_batch(model, x)
+    if _is_shape(x): return blank_batch(model, x)
     first = first_tensor(x)
-    if first is None: raise TypeError(f"x is a tensor, a tuple or dict of model inputs, or a shape such as (1, 3, 224, 224); got {type(x).__name__} without a tensor")
+    if first is None:
+        kinds = "a tensor, a tuple or dict of model inputs, or a shape such as (1, 3, 224, 224)"
+        raise TypeError(f"x is {kinds}; got {type(x).__name__} without a tensor")
     if first.dim() and not len(first): raise ValueError(f"x holds no sample: its first tensor is {tuple(first.shape)}")
     return x
 
@@ -296,7 +332,10 @@ def ordered(
     return *bound.args, *bound.kwargs.values()
 
 # %% ../../nbs/core/13_counters.ipynb #80c820a0
-uncalled_children = {nn.MultiheadAttention: lambda m: [m.out_proj], is_swin_attention: lambda m: [m.qkv, m.proj]}
+def _attention_children(module:nn.MultiheadAttention)->list: return [module.out_proj]
+def _window_attention_children(module:nn.Module)->list: return [module.qkv, module.proj]
+
+uncalled_children = {nn.MultiheadAttention: _attention_children, is_swin_attention: _window_attention_children}
 
 def used_inside(
     module:nn.Module, # any module
@@ -309,8 +348,12 @@ def own_parameters(
     module:nn.Module, # any module
 )->list:
     "Parameters of `module` itself, also those that a parametrization has moved"
-    inside = [*used_inside(module), *(m for n, m in module.named_children() if n == "parametrizations")]
-    return [*module.parameters(recurse=False), *(p for m in inside for p in m.parameters())]
+    inside = list(used_inside(module))
+    for name, child in module.named_children():
+        if name == "parametrizations": inside.append(child)
+    own = list(module.parameters(recurse=False))
+    for child in inside: own.extend(child.parameters())
+    return own
 
 # %% ../../nbs/core/13_counters.ipynb #75ed0700
 def unseen(
@@ -323,6 +366,13 @@ def unseen(
         if place(t) not in seen: new.append(t)
         seen.add(place(t))
     return new
+
+def count_unseen(
+    tensors:Iterable, # of Tensor
+    seen:set,         # places that were seen before; grows
+)->int:
+    "How many new numbers there are in `tensors`"
+    return sum(t.numel() for t in unseen(tensors, seen))
 
 # %% ../../nbs/core/13_counters.ipynb #d94a43dc
 def shape_of(
@@ -339,11 +389,21 @@ def watch(
     rows:list,        # where its row goes at the first call
 ):
     "Write down every call of `module`"
-    row = dict(name=name, type=type(module).__name__, calls=0, in_size=(), out_size=(), weight_shape=(), flops=0, params=0)
+    row = dict(
+        name=name,
+        type=type(module).__name__,
+        calls=0,
+        in_size=(),
+        out_size=(),
+        weight_shape=(),
+        flops=0,
+        params=0)
     def hook(module, args, kwargs, output):
         inputs = ordered(module, args, kwargs)
         if not row["calls"]: rows.append(row)
-        row.update(calls=row["calls"] + 1, in_size=shape_of(inputs), out_size=shape_of(output), flops=row["flops"] + int(rule(module, inputs, output)))
+        row["calls"] += 1
+        row["in_size"], row["out_size"] = shape_of(inputs), shape_of(output)
+        row["flops"] += int(rule(module, inputs, output))
     module.register_forward_hook(hook, with_kwargs=True)
 
 # %% ../../nbs/core/13_counters.ipynb #a46765e5
@@ -361,8 +421,9 @@ def weight_shape(
 )->tuple:
     "Shape of its weight, or of the first matrix it keeps; empty if there is none"
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor): weight = next((p for p in own_parameters(module) if p.dim() > 1), None)
-    return () if weight is None else tuple(weight.shape)
+    if isinstance(weight, Tensor): return tuple(weight.shape)
+    matrices = [p for p in own_parameters(module) if p.dim() > 1]
+    return tuple(matrices[0].shape) if matrices else ()
 
 def watched(
     model:nn.Module, # any model
@@ -370,7 +431,11 @@ def watched(
 )->dict:             # name -> (module, rule)
     "The modules of `model` that have a rule, without those that another one uses inside"
     inside = {m for parent in model.modules() for m in used_inside(parent)}
-    return {n: (m, rule) for n, m in model.named_modules() if m not in inside and (rule := find_rule(m, *tables))}
+    found = {}
+    for name, m in model.named_modules():
+        rule = None if m in inside else find_rule(m, *tables)
+        if rule: found[name] = m, rule
+    return found
 
 # %% ../../nbs/core/13_counters.ipynb #4c037141
 def warn_uncalled(
@@ -379,10 +444,14 @@ def warn_uncalled(
 ):
     "Warn of layers with weights that were never called"
     called = {row["name"] for row in rows}
-    idle = [n for n, (m, _) in found.items() if n not in called and own_parameters(m)]
-    if idle: warnings.warn(f"never called as modules, so not counted: {', '.join(idle[:5])}{f' and {len(idle) - 5} more' if len(idle) > 5 else ''}; "
-        "if the model uses their weights in a function, give the module around them a rule in custom_ops", UserWarning, stacklevel=4)
+    idle = [name for name, (m, _) in found.items() if name not in called and own_parameters(m)]
+    if not idle: return
+    named = ", ".join(idle[:5])
+    if len(idle) > 5: named += f" and {len(idle) - 5} more"
+    advice = "if the model uses their weights in a function, give the module around them a rule in custom_ops"
+    warnings.warn(f"never called as modules, so not counted: {named}; {advice}", UserWarning, stacklevel=4)
 
+# %% ../../nbs/core/13_counters.ipynb #f439a74c
 def count_calls(
     model:nn.Module, # any model
     inputs,          # tensor, tuple or dict of model inputs
@@ -396,7 +465,8 @@ def count_calls(
         call(model, inputs)
         for row in rows:
             m, _ = found[row["name"]]
-            row.update(weight_shape=weight_shape(m), params=sum(p.numel() for p in unseen(own_parameters(m), seen)))
+            row["weight_shape"] = weight_shape(m)
+            row["params"] = count_unseen(own_parameters(m), seen)
     warn_uncalled(found, rows)
     return rows
 
@@ -417,8 +487,8 @@ def uncounted(
     "The parameters that are in no row, by the module that holds them"
     modules, seen = dict(model.named_modules()), set()
     for row in rows: unseen(own_parameters(modules[row["name"]]), seen)
-    own = {n: sum(p.numel() for p in unseen(own_parameters(m), seen)) for n, m in modules.items()}
-    return {n: k for n, k in own.items() if k}
+    own = {name: count_unseen(own_parameters(m), seen) for name, m in modules.items()}
+    return {name: n for name, n in own.items() if n}
 
 # %% ../../nbs/core/13_counters.ipynb #92dd78cb
 def print_counts(
@@ -426,15 +496,23 @@ def print_counts(
     params=None,   # parameters in all; None: of the modules in `results`
 ):
     "Print one line for each module, the totals, and what the parameters leave out"
-    columns = ("name", "type", "calls", "in_size", "out_size", "weight_shape", "flops", "params")
-    print(format_table(columns, [[r[c] if c != "name" else r[c] or "(model)" for c in columns] for r in results]))
-    params = sum(r["params"] for r in results) if params is None else params
-    print(f"\n{sum(r['flops'] for r in results):,} multiply-accumulates for one sample, {params:,} parameters")
+    columns = "name", "type", "calls", "in_size", "out_size", "weight_shape", "flops", "params"
+    named = [{**row, "name": row["name"] or "(model)"} for row in results]
+    cells_of = itemgetter(*columns)
+    print(format_table(columns, [cells_of(row) for row in named]))
+    flops = sum(row["flops"] for row in results)
+    if params is None: params = sum(row["params"] for row in results)
+    print(f"\n{flops:,} multiply-accumulates for one sample, {params:,} parameters")
     left_out = getattr(results, "left_out", {})
-    if not left_out: return
+    if left_out: print(f"not among them: {_left_out_text(left_out)}; mode='full' has all")
+
+def _left_out_text(left_out:dict)->str:
+    "How many parameters are not counted, and the modules that hold most of them"
     most = sorted(left_out, key=left_out.get, reverse=True)[:5]
-    named = ", ".join(f"{n or '(model)'} {left_out[n]:,}" for n in most) + (", ..." if len(left_out) > 5 else "")
-    print(f"not among them: {sum(left_out.values()):,} parameters of modules that this mode does not count ({named}); mode='full' has all")
+    named = [f"{name or '(model)'} {left_out[name]:,}" for name in most]
+    if len(left_out) > 5: named.append("...")
+    total = sum(left_out.values())
+    return f"{total:,} parameters of modules that this mode does not count ({', '.join(named)})"
 
 # %% ../../nbs/core/13_counters.ipynb #952c8ef9
 def countable(
@@ -442,52 +520,61 @@ def countable(
 )->nn.Module:
     "The model, without the shell of `torch.compile`. Raises TypeError if its modules cannot be watched"
     inner = getattr(check_shaped(model), "_orig_mod", model)
-    if any(isinstance(m, torch.jit.ScriptModule) for m in inner.modules()): raise TypeError("a scripted model does not show its layers; count the model it was made from")
+    if any(isinstance(m, torch.jit.ScriptModule) for m in inner.modules()):
+        raise TypeError("a scripted model does not show its layers; count the model it was made from")
     return inner
 
 # %% ../../nbs/core/13_counters.ipynb #5328e32c
 def count_flops_params(
     model:nn.Module,  # any model; comes back untouched
     x,                # tensor, tuple or dict of model inputs, or a shape, batch first
-    custom_ops=None,  # dict of module class -> function(module, inputs, output) that returns the MACs of that call, whole batch
+    custom_ops=None,  # dict of module class -> function(module, inputs, output): MACs of that call, whole batch
     verbose=True,     # print a table
-    mode="default",   # "default": layers with weights, without bias; "full": also bias, norms, activations, pools, upsampling
-)->tuple:             # MACs of one sample, parameters, `Counts` (a list of dicts, one for each counted module, in order of the first call)
-    "Multiply-accumulates and parameters of `model`; in default mode only parameters of modules that are counted (no embeddings, no norms), the others are in `results.left_out`. Raises ValueError if it does not run or the mode is unknown, TypeError for bad kinds"
+    mode="default",   # "default": layers with weights, no bias; "full": also bias, norms, activations, pools, upsampling
+)->tuple:             # MACs of one sample, parameters, `Counts` (a dict for each counted module, in order of calls)
+    """Multiply-accumulates and parameters of `model`
+
+    In default mode the parameters are only those of modules that are counted (no embeddings, no norms); the others are
+    in `results.left_out`. Raises ValueError if it does not run or the mode is unknown, TypeError for bad kinds."""
     tables = tables_for(mode, custom_ops)
     model = countable(model)
     inputs = as_inputs(model, x)
     check_sample(model, inputs)
-    results, n = count_calls(model, inputs, tables), n_samples(inputs)
-    for row in results: row["flops"] = (row["flops"] + n//2)//n
-    everything = sum(p.numel() for p in unseen(model.parameters(), set()))
-    results = Counts(results, uncounted(model, results) if mode == "default" else {})
+    rows, n = count_calls(model, inputs, tables), n_samples(inputs)
+    for row in rows: row["flops"] = (row["flops"] + n//2)//n   # of one sample, rounded
+    results = Counts(rows, uncounted(model, rows) if mode == "default" else {})
+    everything = count_unseen(model.parameters(), set())
     params = everything - sum(results.left_out.values())
     if verbose: print_counts(results, params)
-    return sum(row["flops"] for row in results), params, results
+    flops = sum(row["flops"] for row in results)
+    return flops, params, results
 
 # %% ../../nbs/core/13_counters.ipynb #270dec3e
 def stored(
     t:Tensor, # any tensor
 )->Iterator:  # of Tensor
     "The tensors that hold the numbers of `t`: itself, or its parts"
-    if not hasattr(t, "__tensor_flatten__"): yield t
-    else:
-        for name in t.__tensor_flatten__()[0]: yield from stored(getattr(t, name))
+    if not hasattr(t, "__tensor_flatten__"):
+        yield t
+        return
+    names, _ = t.__tensor_flatten__()
+    for name in names: yield from stored(getattr(t, name))
 
 def n_bytes(
     model:nn.Module, # any model
 )->int:              # bytes
     "Bytes of all parameters and buffers, each once. Raises TypeError if it is no model"
-    tensors = [s for t in (*check_shaped(model).parameters(), *model.buffers()) for s in stored(t)]
-    return sum(t.numel()*t.element_size() for t in unseen(tensors, set()))
+    tensors = *check_shaped(model).parameters(), *model.buffers()
+    parts = [part for t in tensors for part in stored(t)]
+    return sum(part.numel()*part.element_size() for part in unseen(parts, set()))
 
 # %% ../../nbs/core/13_counters.ipynb #d2c21eec
 def synchronize(
     device:torch.device, # where the model ran
 ):
     "Wait until `device` is done"
-    if device.type in ("cuda", "mps", "xpu"): getattr(torch, device.type).synchronize()
+    if device.type not in ("cuda", "mps", "xpu"): return
+    getattr(torch, device.type).synchronize()
 
 def timed(
     model:nn.Module, # any model
@@ -503,20 +590,24 @@ def timed(
 
 # %% ../../nbs/core/13_counters.ipynb #cbc76a6e
 def latency(
-    model:nn.Module, # any model; comes back untouched
-    x,               # tensor, tuple or dict of model inputs, or a shape, batch first
-    runs=30,         # forwards to time
-    warmup=5,        # forwards before those
+    model:nn.Module,   # any model; comes back untouched
+    x,                 # tensor, tuple or dict of model inputs, or a shape, batch first
+    runs=30,           # forwards to time
+    warmup=5,          # forwards before those
     verbose:bool=True, # show a progress bar, if it takes long; it moves between the forwards
-)->float:            # seconds for the whole batch
-    "Median time of one forward in evaluation mode. Raises ValueError if there is no run to time or the model does not run, TypeError for bad kinds"
-    runs, warmup = check_count(runs, "runs"), check_count(warmup, "warmup", least=0)
+)->float:              # seconds for the whole batch
+    """Median time of one forward in evaluation mode
+
+    Raises ValueError if there is no run to time or the model does not run, TypeError for bad kinds."""
+    runs = check_count(runs, "runs")
+    warmup = check_count(warmup, "warmup", least=0)
     inputs = as_inputs(check_shaped(model), x)
     check_sample(model, inputs)
     times = []
-    with leave_no_trace(model, weights=()), torch.no_grad(), slow_bar(warmup + runs, verbose, "timing") as tick:
+    total = warmup + runs
+    with leave_no_trace(model, weights=()), torch.no_grad(), slow_bar(total, verbose, "timing") as tick:
         model.eval()
-        for _ in range(warmup + runs):
+        for _ in range(total):
             times.append(timed(model, inputs))
             tick()
         return median(times[warmup:])
