@@ -530,7 +530,7 @@ def count_flops_params(
     x,                # tensor, tuple or dict of model inputs, or a shape, batch first
     custom_ops=None,  # dict of module class -> function(module, inputs, output): MACs of that call, whole batch
     verbose=True,     # print a table
-    mode="default",   # "default": layers with weights, no bias; "full": also bias, norms, activations, pools, upsampling
+    mode="default",   # "default": weights of layers; "full": also bias, norms, activations, pools, upsampling
 )->tuple:             # MACs of one sample, parameters, `Counts` (a dict for each counted module, in order of calls)
     """Multiply-accumulates and parameters of `model`
 

@@ -61,14 +61,14 @@ def filters_first(
     return t.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
 
 # %% ../../nbs/core/12_layers.ipynb #eca311cf
-def _bias_of(module:nn.Module, attr:str)->Tensor|None:
+def _bias_beside(module:nn.Module, attr:str)->Tensor|None:
     "The bias beside the weight `attr` of `module`, or None"
     name = "bias" if attr == "weight" else "in_proj_bias"
     return getattr(module, name, None)
 
 def _bias_params(module:nn.Module, attr:str)->int:
     "How many bias values belong to the weight `attr` of `module`"
-    bias = _bias_of(module, attr)
+    bias = _bias_beside(module, attr)
     if not isinstance(bias, Tensor): return 0
     whole = attr in ("weight", "in_proj_weight")
     return bias.numel() if whole else bias.numel()//3
@@ -78,7 +78,7 @@ def filter_bias(
     attr:str,         # attribute of the weight
 )->tuple|None:        # bias parameter, and the slice of it that goes with this weight's outputs; None: no bias
     "The bias that is added to the outputs of a weight; attention keeps those of query, key and value in one"
-    bias = _bias_of(module, attr)
+    bias = _bias_beside(module, attr)
     if not isinstance(bias, nn.Parameter): return None   # none, or computed by a parametrization
     if attr in ("weight", "in_proj_weight"): return bias, slice(None)
     third = bias.numel()//3
@@ -101,6 +101,15 @@ def same_way(
     w, v = getattr(module, attr, None), getattr(other, attr, None)
     if not isinstance(w, Tensor) or _way(module) != _way(other): return False
     return (w.shape, w.stride()) == (v.shape, v.stride())
+
+def _biases(
+    modules:tuple, # modules that hold the weight
+    attr:str,      # attribute of the weight
+)->list:           # of `(bias, slice of it)`
+    "The biases that go with the rows of the weight as the first module holds it"
+    alike = [m for m in modules if same_way(m, modules[0], attr)]
+    found = [filter_bias(m, attr) for m in alike]
+    return [bias for bias in found if bias is not None]
 
 # %% ../../nbs/core/12_layers.ipynb #9ae502cf
 @dataclass(frozen=True, eq=False)
@@ -126,9 +135,7 @@ class Unit:
     @property
     def biases(self)->list:
         "`(bias, slice of it)` of each module in which the outputs are the rows of the weight"
-        alike = [m for m in self.modules if same_way(m, self.module, self.attr)]
-        found = [filter_bias(m, self.attr) for m in alike]
-        return [bias for bias in found if bias is not None]
+        return _biases(self.modules, self.attr)
     @property
     def tensors(self)->list:
         "The weight and the biases"
