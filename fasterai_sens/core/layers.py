@@ -130,8 +130,7 @@ class Unit:
     @property
     def path(self)->str:
         "Name of the weight in the model's `state_dict`"
-        if self.attr != "weight": return self.name
-        return f"{self.name}.weight".lstrip(".")
+        return self.name if self.attr != "weight" else f"{self.name}.weight".lstrip(".")
     @property
     def biases(self)->list:
         "`(bias, slice of it)` of each module in which the outputs are the rows of the weight"
