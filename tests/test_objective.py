@@ -339,7 +339,7 @@ def test_plots_of_a_sweep_by_either():
     for by, text, highest in (("metric", "damage to accuracy", 0.3), ("objective", "rise of loss", 0.75)):
         axes = sweep.plot(by=by)
         assert axes[1].get_ylabel() == text and max(np.nanmax(np.where(np.isfinite(line.get_ydata()), line.get_ydata(), 0)) for line in axes[1].lines) == highest
-        assert {line.get_label(): line.get_xdata().tolist() for line in axes[1].lines} == {"a": [0, 2], "b": [1, 2]}
+        assert {line.get_label(): line.get_xdata().tolist() for line in axes[1].lines} == {"a": [50, 90], "b": [75, 90]}
         matplotlib.pyplot.close("all")
     assert sweep.plot()[1].get_ylabel() == "damage to accuracy"
     matplotlib.pyplot.close("all")
