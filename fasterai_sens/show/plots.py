@@ -89,6 +89,7 @@ def _blocks(
         found.append((text, first, first + len(others)))
     return found
 
+# %% ../../nbs/show/00_plots.ipynb #8a1d42fc
 def _apart(
     blocks:list, # from `_blocks`
     gap:float,   # least distance of two labels, in layers
@@ -168,6 +169,7 @@ def _bar_colors(
         if holds_zero(row): colors[i] = noise_color
     return colors
 
+# %% ../../nbs/show/00_plots.ipynb #9fb22ac7
 def _draw_intervals(
     ax,         # Axes to draw into
     places,     # x of each row
@@ -180,6 +182,7 @@ def _draw_intervals(
         low, high = row.ci
         if math.isfinite(low) and math.isfinite(high): ax.vlines(x, low, high, **style)
 
+# %% ../../nbs/show/00_plots.ipynb #e133edae
 @patch
 def plot(self:SensitivityResult,
     figsize=(12, 5), # width and height in inches, if `ax` is None
@@ -353,6 +356,7 @@ def _most_fragile(
     largest = known.max(1)
     return np.argsort(-largest, kind="stable")
 
+# %% ../../nbs/show/00_plots.ipynb #3523d00d
 def _draw_curves(
     sweep:SweepResult, # of one method
     ax,                # Axes to draw into
@@ -391,6 +395,7 @@ def _map_height(
     names = n*smallest*line_height/72
     return min(22., max(5., 1.2 + 1.03*names))
 
+# %% ../../nbs/show/00_plots.ipynb #81b87b2b
 def _map_and_curves(
     figsize, # width and height in inches
 )->np.ndarray: # of two Axes
@@ -474,6 +479,7 @@ def _interval_arms(
         better.append(abs(p.drop - low))
     return [worse, better] if up else [better, worse]
 
+# %% ../../nbs/show/00_plots.ipynb #2c6f5e96
 def _draw_knee(ax, knee, color:str):
     "A star at the size from which on more is lost than saved"
     star = dict(marker="*", s=220, color=color, edgecolor="black", zorder=3)
@@ -555,6 +561,7 @@ def _check_same_metric(
         f"the search {mine.metric_name} {mine.baseline_metric:.6g}; sweep with the same eval_fn"
     )
 
+# %% ../../nbs/show/00_plots.ipynb #9ae5c1d9
 def _targets_of(
     plan,       # `LayerTargets` or `Plan`
     method:str, # of the sweep
@@ -657,6 +664,7 @@ def _draw_stages(
     levels = [r["level"] for r in rows]
     ax.plot(levels, [r[key] for r in rows], linestyle="", **style)
 
+# %% ../../nbs/show/00_plots.ipynb #5d9b40c5
 @patch
 def plot(self:RecoveryResult,
     figsize=(7, 4),  # width and height in inches, if `ax` is None
