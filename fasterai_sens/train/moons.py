@@ -8,22 +8,37 @@ __all__ = ['moons_learner']
 # %% ../../nbs/train/02_moons.ipynb #ffce48af
 import tempfile
 
-import fastai.callback.progress
 import fastai.callback.schedule
 import torch
+from fastai.callback.progress import ProgressCallback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.metrics import accuracy
+from fastcore.basics import noop
 from sklearn.datasets import make_moons
 from torch import nn
 from torch.utils.data import TensorDataset
 
-# %% ../../nbs/train/02_moons.ipynb #e70f6a8e
-def moons_learner(seed=0, **kwargs):
-    "A fastai Learner on two moons"
+# %% ../../nbs/train/02_moons.ipynb #8e39e1b2
+def moons_learner(
+    seed=0,   # of the points and of the weights
+    **kwargs, # for `Learner`: cbs, opt_func, ...
+)->Learner:
+    "A fastai Learner on two moons, untrained and quiet"
     torch.manual_seed(seed)
     x, y = make_moons(600, noise=.15, random_state=seed)
-    x, y = torch.tensor(x, dtype=torch.float32), torch.tensor(y)
-    dls = DataLoaders.from_dsets(TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:]), bs=50, device="cpu", num_workers=0)
-    net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
-    return Learner(dls, net, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=tempfile.gettempdir(), **kwargs)
+    x = torch.tensor(x, dtype=torch.float32)
+    y = torch.tensor(y)
+    train = TensorDataset(x[:400], y[:400])
+    valid = TensorDataset(x[400:], y[400:])
+    dls = DataLoaders.from_dsets(train, valid, bs=50, device="cpu", num_workers=0)
+    net = nn.Sequential(
+        nn.Linear(2, 32), nn.ReLU(),
+        nn.Linear(32, 32), nn.ReLU(),
+        nn.Linear(32, 2),
+    )
+    loss = nn.CrossEntropyLoss()
+    learn = Learner(dls, net, loss_func=loss, metrics=accuracy, path=tempfile.gettempdir(), **kwargs)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn

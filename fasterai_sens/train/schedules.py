@@ -10,39 +10,71 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fastcore.basics import patch
+
 # %% ../../nbs/train/00_schedules.ipynb #55b56212
 @dataclass(frozen=True)
 class Schedule:
     "Share of the target to reach, over training"
-    f:Callable          # 0..1 -> share of the target, 0..1
-    start_pct:float=0.  # share of training at which it starts
-    end_pct:float=1.    # share of training at which it is done
+    f:Callable          # the curve: share of the way from start to end, 0..1 -> share of the target, 0..1
+    start_pct:float=0.  # share of training at which it starts, 0..1
+    end_pct:float=1.    # share of training at which it is done, 0..1
     def __post_init__(self):
-        if not 0 <= self.start_pct <= self.end_pct <= 1: raise ValueError(f"a schedule needs 0 <= start_pct <= end_pct <= 1; got {self.start_pct}, {self.end_pct}")
-    def progress(self,
-        pct_train:float, # share of training that is done, 0..1
-    )->float:            # share of the target, 0..1
-        "Share of the target to have reached by now"
-        if pct_train < self.start_pct - 1e-9: return 0.
-        if pct_train >= self.end_pct - 1e-9: return float(self.f(1.))
-        return float(self.f(max(0., pct_train - self.start_pct)/(self.end_pct - self.start_pct)))
-    def settled(self,
-        pct_train:float, # share of training that is done, 0..1
-    )->bool:
-        "Whether the share stays where it is from now on"
-        later = [pct_train + (1 - pct_train)*i/100 for i in range(101)]
-        return all(abs(self.progress(p) - self.progress(1.)) < 1e-9 for p in later)
+        start, end = self.start_pct, self.end_pct
+        if not 0 <= start <= end <= 1:
+            raise ValueError(f"a schedule needs 0 <= start_pct <= end_pct <= 1; got {start}, {end}")
 
 # %% ../../nbs/train/00_schedules.ipynb #bf7de084
-def _all(pos): return 1.
-def _thirds(pos): return math.ceil(pos*3)/3
-def _cubic(pos): return 1 - (1 - pos)**3
-def _logistic(pos): return (1 + math.exp(-14 + 6))/(1 + math.exp(-14*pos + 6))
-def _cosine(pos): return (1 - math.cos(math.pi*pos))/2
-def _linear(pos): return pos
-def _there_and_back(pos): return (1 - math.cos(2*math.pi*pos))/2
+@patch
+def progress(self:Schedule,
+    pct_train:float, # share of training that is done, 0..1
+)->float:            # share of the target, 0..1
+    "Share of the target to have reached by now"
+    if pct_train < self.start_pct - 1e-9: return 0.
+    if pct_train >= self.end_pct - 1e-9: return float(self.f(1.))
+    since_start = max(0., pct_train - self.start_pct)
+    length = self.end_pct - self.start_pct
+    return float(self.f(since_start/length))
 
-# %% ../../nbs/train/00_schedules.ipynb #890daa7c
-one_shot, iterative, agp = Schedule(_all, start_pct=.5), Schedule(_thirds, start_pct=.2), Schedule(_cubic, start_pct=.2)
-one_cycle, cos, lin, dsd = Schedule(_logistic), Schedule(_cosine), Schedule(_linear), Schedule(_there_and_back)
+# %% ../../nbs/train/00_schedules.ipynb #aa05a66f
+@patch
+def settled(self:Schedule,
+    pct_train:float, # share of training that is done, 0..1
+)->bool:
+    "Whether the share stays where it is from now on"
+    end = self.progress(1.)
+    left = 1 - pct_train
+    later = [pct_train + left*i/100 for i in range(101)]
+    return all(abs(self.progress(p) - end) < 1e-9 for p in later)
+
+# %% ../../nbs/train/00_schedules.ipynb #db64e935
+def _all(pos): return 1.
+
+def _thirds(pos): return math.ceil(pos*3)/3
+
+def _cubic(pos): return 1 - (1 - pos)**3
+
+def _linear(pos): return pos
+
+def _cosine(pos):
+    half_turn = math.pi*pos
+    return (1 - math.cos(half_turn))/2
+
+def _there_and_back(pos):
+    full_turn = 2*math.pi*pos
+    return (1 - math.cos(full_turn))/2
+
+def _logistic(pos):
+    at_end = 1 + math.exp(-14 + 6)
+    return at_end/(1 + math.exp(-14*pos + 6))
+
+# %% ../../nbs/train/00_schedules.ipynb #f416c448
+one_shot = Schedule(_all, start_pct=.5)
+iterative = Schedule(_thirds, start_pct=.2)
+agp = Schedule(_cubic, start_pct=.2)
+one_cycle = Schedule(_logistic)
+cos = Schedule(_cosine)
+lin = Schedule(_linear)
+dsd = Schedule(_there_and_back)
+
 schedules = dict(one_shot=one_shot, iterative=iterative, agp=agp, one_cycle=one_cycle, cos=cos, lin=lin, dsd=dsd)
