@@ -30,7 +30,7 @@ from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
 from fasterai_sens.methods.criteria import large_final
-from fasterai_sens.plans.allocate import allocate as plans
+from fasterai_sens.plans import allocate as plans
 from fasterai_sens.plans.allocate import by_method
 from fasterai_sens.plans.applier import unit_macs
 from fasterai_sens.plans.choices import choices, planned
