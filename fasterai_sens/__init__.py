@@ -59,7 +59,7 @@ from .show import plots as _plots
 _lazy = {
     "PruneCallback": "train.prune_callback",
     "QuantizeCallback": "train.quantize_callback",
-    "SparsifyCallback": "train.callbacks",
+    "SparsifyCallback": "train.sparsify_callback",
     "gradual_degradation_recovery": "train.recovery",
 }
 
