@@ -113,6 +113,7 @@ def group_misfit(
     n = w[:1].numel()
     if n % group_size == 0: return None
     return f"an output of this layer has {n} weights, which groups of {group_size} do not divide"
+
 def scale_rows(
     w:Tensor,         # weights, `[out, ...]`
     per_channel=True, # a row for each index of axis 0, or one for all

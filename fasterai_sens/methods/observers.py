@@ -18,7 +18,7 @@ from ..core.checks import unknown_name
 from .grids import Grid, asymmetric_grid
 
 # %% ../../nbs/methods/03_observers.ipynb #430255e6
-def _ends(x:Tensor)->tuple:
+def _find_ends(x:Tensor)->tuple:
     "Smallest and largest value of `x`, as numbers"
     lo, hi = x.detach().float().aminmax()
     return lo.item(), hi.item()
@@ -33,7 +33,7 @@ class MinMax:
         x:Tensor, # activations, any floating dtype, finite, not empty
     ):
         "Look at `x`"
-        lo, hi = _ends(x)
+        lo, hi = _find_ends(x)
         self.lo = min(self.lo, lo)
         self.hi = max(self.hi, hi)
     def range(self,
@@ -62,7 +62,7 @@ class MovingAverage(MinMax):
         self.rate = rate
     def update(self, x):
         "Move towards the extremes of `x`"
-        lo, hi = _ends(x)
+        lo, hi = _find_ends(x)
         nothing_seen = self.lo > self.hi
         if nothing_seen:
             self.lo, self.hi = lo, hi

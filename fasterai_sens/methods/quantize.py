@@ -76,6 +76,7 @@ def _observe(
     if unit.name not in seen: seen[unit.name] = make()
     seen[unit.name].update(x)
     return x
+
 def observe_ranges(
     model:nn.Module, # model to run
     units:list,      # units whose activations are watched
@@ -164,7 +165,7 @@ def refusal(self:Quantized, unit):
     return None
 
 # %% ../../nbs/methods/04_quantize.ipynb #70b3afe4
-def _quantized_at(
+def _set_bits(
     chosen,   # a `Quantized` with all options but its bits and its ranges
     seen,     # side -> unit name -> observer
     bits:int, # 2..16
@@ -198,12 +199,12 @@ def configure(cls:Quantized, *,
         raise ValueError(
             f"quant_ranges={quant_ranges!r} is how ranges of activations are found, and they are not quantized; "
             "say quant_activations=True")
-    if not at: return partial(_quantized_at, chosen, {})
+    if not at: return partial(_set_bits, chosen, {})
     if calibration_data is None: data, source = [sample], "sample"
     else: data, source = calibration_data, "calibration_data"
     chosen = replace(chosen, observer=str(make()), observed_on=source)
     seen = observe_ranges(model, units, data, sample, make, at)
-    return partial(_quantized_at, chosen, seen)
+    return partial(_set_bits, chosen, seen)
 
 # %% ../../nbs/methods/04_quantize.ipynb #640a17a9
 @patch

@@ -242,9 +242,9 @@ def check_sparsity(
     unit = getattr(sparsity, "unit", "percent")
     if unit != "percent": raise ValueError(f"sparsity is in percent; these targets are in {unit}")
     check_method(sparsity, "sparsity")
+    computed = isinstance(sparsity, LayerTargets)
     levels = {}
     for name, pct in sparsity.items():
-        computed = isinstance(sparsity, LayerTargets)
         levels[name] = _check_level(pct, f"target of {name!r}", granularity, computed)
     return LayerTargets(levels, method="sparsity")
 
