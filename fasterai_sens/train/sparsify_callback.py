@@ -24,7 +24,9 @@ from .beside import CompressionCallback
 
 # %% ../../nbs/train/04_sparsify_callback.ipynb #2f4d7fa9
 class SparsifyCallback(CompressionCallback):
-    "Make the model sparse while it trains, and keep it so; a best epoch is one at the final sparsity, and what other callbacks put in at the end becomes sparse"
+    """Make the model sparse while it trains, and keep it so
+
+    A best epoch is one at the final sparsity, and what other callbacks put in at the end becomes sparse."""
     total = "weights", "zeros"   # what the percentages of the report are of
     def __init__(self,
         sparsity,             # percent for every layer, or layer name -> percent
@@ -36,36 +38,63 @@ class SparsifyCallback(CompressionCallback):
     ):
         self.granularity, self.context = check_context(granularity, context)
         self.sparsity = check_sparsity(sparsity, granularity, context)
-        if not isinstance(schedule, Schedule): raise TypeError(f"schedule is a Schedule such as agp or one_cycle; got {schedule!r}")
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule is a Schedule such as agp or one_cycle; got {schedule!r}")
         self.layer_type = None if layer_type is None else check_types(layer_type)
-        self.criteria, self.schedule, self.sparsifier, self.rows_done = as_criterion(criteria), schedule, None, []
+        self.criteria, self.schedule = as_criterion(criteria), schedule
+        self.sparsifier, self.rows_done = None, []
         self._init_state()
 
 # %% ../../nbs/train/04_sparsify_callback.ipynb #e1bcacc0
 @patch
 def start_fit(self:SparsifyCallback):
     "Find the layers, where they start from, and where they should end"
-    c, model = self.criterion, inner_model(self.learn.model)
-    data = dict(calibration_data=FirstBatches(self.dls.train), sample=learner_sample(self.learn, self.dls.train)) if c.needs in collectors else {}
-    self.sparsifier, self.model_of_fit, self.done, self.level_done = Sparsifier(model, self.granularity, self.context, c, self.layer_type, **data), model, 0., None
+    model = inner_model(self.learn.model)
+    self.sparsifier = self.new_sparsifier(model)
+    self.model_of_fit, self.done, self.level_done = model, 0., None
     self.targets = self.sparsifier.resolve(inner_targets(self.sparsity, model))
     found = sparsity_report(list(self.targets))
-    if self.context == "global": self.start = dict.fromkeys(self.targets, 100*sum(r["zeros"] for r in found)/sum(r["weights"] for r in found))
-    else: self.start = {u: r["percent"] for u, r in zip(self.targets, found, strict=True)}
+    self.start = self.start_levels(found)
     masks = self.sparsifier._compute_masks(self.levels_at(1.))
     self.zeros_wanted = {u.name: int((~mask).sum()) for u, mask in masks.items()}
     there = all(r["zeros"] == self.zeros_wanted[r["layer"]] for r in found)
     self.judges = not (there and self.schedule.progress(1.) == 1)
 
 @patch
+def new_sparsifier(self:SparsifyCallback,
+    model, # without wrappers
+)->Sparsifier:
+    "What makes the masks, with the data of the learner if the criterion needs some"
+    data = {}
+    if self.criterion.needs in collectors:
+        data["calibration_data"] = FirstBatches(self.dls.train)
+        data["sample"] = learner_sample(self.learn, self.dls.train)
+    return Sparsifier(model, self.granularity, self.context, self.criterion, self.layer_type, **data)
+
+@patch
+def start_levels(self:SparsifyCallback,
+    found:list, # from `sparsity_report`, of the layers with a target
+)->dict:        # `Unit` -> percent
+    "The sparsity there is at the start: of each layer, or of all together if they are ranked together"
+    if self.context == "local": return {u: r["percent"] for u, r in zip(self.targets, found, strict=True)}
+    zeros = sum(r["zeros"] for r in found)
+    weights = sum(r["weights"] for r in found)
+    return dict.fromkeys(self.targets, 100*zeros/weights)
+
+# %% ../../nbs/train/04_sparsify_callback.ipynb #733f9793
+@patch
 def levels_at(self:SparsifyCallback,
     pct_train:float, # share of training that is done, 0..1
 )->dict:             # `Unit` -> percent
     "What the schedule asks for by then"
     share = self.schedule.progress(pct_train)
-    return {u: self.start[u] + (target - self.start[u])*share for u, target in self.targets.items()}
+    levels = {}
+    for u, target in self.targets.items():
+        start = self.start[u]
+        levels[u] = start + (target - start)*share
+    return levels
 
-# %% ../../nbs/train/04_sparsify_callback.ipynb #733f9793
+# %% ../../nbs/train/04_sparsify_callback.ipynb #451a4ca6
 @patch
 def units_of_fit(self:SparsifyCallback)->list:
     "The layers with a target"
@@ -76,10 +105,12 @@ def advance(self:SparsifyCallback, pct_train):
     "Raise the sparsity to what the schedule asks for"
     if inner_model(self.learn.model) is not self.model_of_fit: self.start_fit()   # another callback has replaced it
     self.done = pct_train
-    level = self.schedule.progress(self.done) if self.judges else 1.   # what is there already is held
+    until = pct_train if self.judges else 1.   # what is there already is held
+    level = self.schedule.progress(until)
     if level == self.level_done: return
     self.level_done = level
-    self.sparsifier.set_levels(self.levels_at(self.done if self.judges else 1.), partial(as_in_first, model=self.learn.model))
+    agree = partial(as_in_first, model=self.learn.model)
+    self.sparsifier.set_levels(self.levels_at(until), agree)
 
 @patch
 def at_target(self:SparsifyCallback)->bool:
@@ -95,13 +126,18 @@ def after_step(self:SparsifyCallback):
 @patch
 def masked_units(self:SparsifyCallback)->list: # pairs of `Unit` and mask, True where the weight is dropped
     "The layers with masks in the model that is there now"
-    masks = self.sparsifier.masks
-    return [(u, ~masks[u.name].to(u.weight.device)) for u in self.units_now() if u.name in masks and masks[u.name].shape == u.weight.shape]
+    found = []
+    for u in self.units_now():
+        mask = self.sparsifier.masks.get(u.name)
+        if mask is not None and mask.shape == u.weight.shape: found.append((u, ~mask.to(u.weight.device)))
+    return found
 
 @patch
 def off(self:SparsifyCallback)->bool:
     "Whether weights are there that should be dropped"
-    return any(u.weight.detach()[gone].any() for u, gone in self.masked_units())
+    for u, gone in self.masked_units():
+        if u.weight.detach()[gone].any(): return True
+    return False
 
 @patch
 def compress(self:SparsifyCallback):
@@ -113,12 +149,17 @@ def compress(self:SparsifyCallback):
 @patch
 def rows(self:SparsifyCallback)->list:
     "How sparse each layer is now, what it should be at the end of the fit, and whether it is"
-    units = self.sparsifier.units if inner_model(self.learn.model) is self.model_of_fit else self.units_now()
-    asked, found = {u.name: pct for u, pct in self.levels_at(1.).items()}, sparsity_report(units)
-    overall = sum(r["zeros"] for r in found if r["layer"] in asked) >= sum(self.zeros_wanted.values())
+    is_same = inner_model(self.learn.model) is self.model_of_fit
+    found = sparsity_report(self.sparsifier.units if is_same else self.units_now())
+    asked = {u.name: pct for u, pct in self.levels_at(1.).items()}
+    zeros = sum(r["zeros"] for r in found if r["layer"] in asked)
+    enough_overall = zeros >= sum(self.zeros_wanted.values())
     for r in found:
-        r["target"] = asked.get(r["layer"])
-        r["reached"] = None if r["target"] is None else overall if self.context == "global" else r["zeros"] >= self.zeros_wanted[r["layer"]]
+        name = r["layer"]
+        r["target"] = asked.get(name)
+        if name not in asked: r["reached"] = None
+        elif self.context == "global": r["reached"] = enough_overall
+        else: r["reached"] = r["zeros"] >= self.zeros_wanted[name]
     return found
 
 @patch

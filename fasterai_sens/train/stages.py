@@ -20,10 +20,10 @@ class RecoveryResult:
     "What each stage cost, what fine-tuning brought back, and where the model was left"
     compression:str        # "sparsity" or "pruning"
     baseline_metric:float  # of the untouched model
-    history:list           # dicts, one for each stage tried: stage, level, metric_before, metric_compressed, metric, drop, stderr, low, high, no_ci, passed, zeros_pct, params, macs, epochs, seconds
-    best:float|None        # the stage at which the model was left, percent; None: no stage is within what is allowed, the model is as it was
+    history:list           # one dictionary for each stage tried, with the columns of `to_dataframe`
+    best:float|None        # percent, the stage at which the model was left; None: it is as it was
     stopped:str|None=None  # why the last stage tried is not the one that the model was left at
-    targets:list=field(default_factory=list) # one for each stage asked for: percent for all layers, or `LayerTargets`
+    targets:list=field(default_factory=list) # one per stage asked for: percent for all layers, or `LayerTargets`
     max_drop:float|None=None # what is allowed, in units of the metric; None: anything that is a number
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of the metric
@@ -31,34 +31,64 @@ class RecoveryResult:
     settings:dict=field(default_factory=dict) # criteria, granularity, recalibrated
     def __post_init__(self): self.skipped = [tuple(s) for s in self.skipped]
     def __repr__(self):
-        return f"RecoveryResult({self.compression}, {self.where}, {self.metric_name} {self.baseline_metric:.4f} -> {self.metric:.4f})"
+        scores = f"{self.baseline_metric:.4f} -> {self.metric:.4f}"
+        what = f"{self.compression}, {self.where}"
+        return f"RecoveryResult({what}, {self.metric_name} {scores})"
     @property
     def metric(self)->float:
         "Of the model as it was left"
-        return next((r["metric"] for r in self.history if r["level"] == self.best), self.baseline_metric)
+        for row in self.history:
+            if row["level"] == self.best: return row["metric"]
+        return self.baseline_metric
     @property
     def where(self)->str:
         "The stage at which the model was left, in words"
-        return "as it was" if self.best is None else f"at {self.best:g} %"
+        if self.best is None: return "as it was"
+        return f"at {self.best:g} %"
 
 # %% ../../nbs/train/07_stages.ipynb #a45fdc2c
 @patch
 def to_dataframe(self:RecoveryResult):
-    "A `pandas.DataFrame` with one row a stage"
+    "A `pandas.DataFrame` with one row per stage"
     import pandas as pd
-    return pd.DataFrame(self.history).set_index("level").drop(columns="no_ci", errors="ignore")
+    df = pd.DataFrame(self.history).set_index("level")
+    return df.drop(columns="no_ci", errors="ignore")
+
+_columns = (
+    "%", "before", "compressed", "fine-tuned", "drop", "95 %", "zeros %", "parameters", "MACs", "epochs", "seconds"
+)
+
+_metrics = "metric_before", "metric_compressed", "metric"
+_counts = "zeros_pct", "params", "macs", "epochs", "seconds"
+
+def _cells_of(row:dict)->list:
+    "What `summary` shows of a stage"
+    low, high = row["low"], row["high"]
+    interval = ""
+    if low is not None: interval = f"[{low:+.4f}, {high:+.4f}]"
+    metrics = [row[key] for key in _metrics]
+    counts = [row[key] for key in _counts]
+    return [
+        f"{row['level']:g}",
+        *[f"{value:.4f}" for value in metrics],
+        f"{row['drop']:+.4f}",
+        interval,
+        *counts,
+    ]
 
 @patch
 def summary(self:RecoveryResult):
     "Print the stages, what stopped them, and where the model was left"
-    allowed = "" if self.max_drop is None else f" | may lose {self.max_drop:g}"
-    print(f"{self.compression} in stages | untouched {self.metric_name} {self.baseline_metric:.4f}{allowed} | left {self.where}\n")
-    text = lambda v: f"{v:.4f}"
-    rows = [[f"{r['level']:g}", text(r["metric_before"]), text(r["metric_compressed"]), text(r["metric"]), f"{r['drop']:+.4f}", "" if r["low"] is None else f"[{r['low']:+.4f}, {r['high']:+.4f}]",
-             r["zeros_pct"], r["params"], r["macs"], r["epochs"], r["seconds"]] for r in self.history]
-    print(format_table(("%", "before", "compressed", "fine-tuned", "drop", "95 %", "zeros %", "parameters", "MACs", "epochs", "seconds"), rows))
+    title = [f"{self.compression} in stages"]
+    title.append(f"untouched {self.metric_name} {self.baseline_metric:.4f}")
+    if self.max_drop is not None: title.append(f"may lose {self.max_drop:g}")
+    title.append(f"left {self.where}")
+    print(" | ".join(title) + "\n")
+    rows = [_cells_of(row) for row in self.history]
+    print(format_table(_columns, rows))
     if self.stopped: print(f"\n{self.stopped}")
-    for why in dict.fromkeys(r["no_ci"] for r in self.history if r.get("no_ci")): print(f"no 95 % interval: {why}")
+    reasons = dict.fromkeys(row.get("no_ci") for row in self.history)
+    for why in filter(None, reasons): print(f"no 95 % interval: {why}")
     for name, why in self.skipped: print(f"skipped {name}: {why}")
 
 # %% ../../nbs/train/07_stages.ipynb #3e7fa2f1
@@ -67,12 +97,17 @@ def to_json(self:RecoveryResult,
     path, # file to write
 ):
     "Write everything to a JSON file"
-    write_json(path, "RecoveryResult", {f.name: getattr(self, f.name) for f in fields(self)})
+    values = {f.name: getattr(self, f.name) for f in fields(self)}
+    write_json(path, "RecoveryResult", values)
 
 def _recovery_result(d:dict)->RecoveryResult:
     "A result from its plain dictionary"
     d = revive(d)
-    return RecoveryResult(**{**d, "targets": [LayerTargets(t, method=d["compression"]) if isinstance(t, dict) else t for t in d["targets"]]})
+    targets = []
+    for t in d["targets"]:
+        if isinstance(t, dict): t = LayerTargets(t, method=d["compression"])
+        targets.append(t)
+    return RecoveryResult(**d | {"targets": targets})
 
 @patch(cls_method=True)
 def from_json(cls:RecoveryResult,
