@@ -28,7 +28,9 @@ from .sparsify_callback import SparsifyCallback
 
 # %% ../../nbs/train/05_prune_callback.ipynb #948dc580
 class PruneCallback(CompressionCallback):
-    "Remove channels while the model trains; not beside callbacks that keep wider weights: the best epoch, averages, masks"
+    """Remove channels while the model trains
+
+    Not beside callbacks that keep wider weights: the best epoch, averages, masks."""
     _stateattrs = (*CompressionCallback._stateattrs, "model_of_fit")
     total = "sets", "gone"   # of channels; what the percentages of the report are of
     def __init__(self,
@@ -40,7 +42,9 @@ class PruneCallback(CompressionCallback):
         *, steps=20,          # at how many points of the schedule channels go
         round_to=1,           # the number of channels that stay in a layer is a multiple of this
     ):
-        self.pruning_ratio, self.schedule, self.steps = check_ratios(pruning_ratio, context), check_rising(schedule), check_count(steps, "steps")
+        self.pruning_ratio = check_ratios(pruning_ratio, context)
+        self.schedule = check_rising(schedule)
+        self.steps = check_count(steps, "steps")
         self.criteria, self.ignored_layers, self.context = as_criterion(criteria), ignored_layers, context
         self.how = dict(context=context, round_to=check_count(round_to, "round_to"))
         self.pruner, self.rows_done = None, []
@@ -55,34 +59,54 @@ def keeps_weights(
     model:nn.Module, # without wrappers
 )->bool:
     "Whether a callback holds a copy of all weights, such as averages"
-    params, state = list(model.parameters()), list(model.state_dict().values())
-    shapes = [t.shape for t in params], [t.shape for t in state], [t.shape for t in params if t.requires_grad]
+    params = list(model.parameters())
+    trained = [p for p in params if p.requires_grad]
+    state = model.state_dict().values()
+    whole = [_shapes(params), _shapes(state), _shapes(trained)]
     for held in vars(cb).values():
-        if isinstance(held, nn.Module): tensors = [] if inner_model(held) is model else list(inner_model(held).parameters())
-        else: tensors = list(held.values()) if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else []
-        if tensors and all(isinstance(t, Tensor) for t in tensors) and [t.shape for t in tensors] in shapes: return True
+        tensors = _tensors_in(held, model)
+        if tensors and _shapes(tensors) in whole: return True
     return False
+
+def _shapes(tensors)->list: return [t.shape for t in tensors]
+
+def _tensors_in(held, model:nn.Module)->list:
+    "The tensors of another module, a mapping or a sequence; none if there is anything else in it"
+    if isinstance(held, nn.Module):
+        inner = inner_model(held)
+        return [] if inner is model else list(inner.parameters())
+    if isinstance(held, Mapping): held = list(held.values())
+    elif not isinstance(held, list | tuple): return []
+    if all(isinstance(t, Tensor) for t in held): return list(held)
+    return []
 
 # %% ../../nbs/train/05_prune_callback.ipynb #8eeefa13
 @patch
 def check_others(self:PruneCallback):
     "Raises ValueError beside masks and callbacks that load a model which may be wider"
-    if any(isinstance(cb, SparsifyCallback) for cb in self.learn.cbs): raise ValueError("masks do not fit layers that shrink: prune in one fit, make the smaller model sparse in the next")
+    if any(isinstance(cb, SparsifyCallback) for cb in self.learn.cbs):
+        raise ValueError("masks do not fit layers that shrink: "
+                         "prune in one fit, make the smaller model sparse in the next")
     if self.finished(): return
     for cb in best_keepers(self.learn):
-        raise ValueError(f"{type(cb).__name__} loads the best model at the end, which may be a wider one; use every_epoch=True here, or save the best in a fit after this one")
+        raise ValueError(f"{type(cb).__name__} loads the best model at the end, which may be a wider one; "
+                         "use every_epoch=True here, or save the best in a fit after this one")
 
 @patch
 def finished(self:PruneCallback)->bool:
     "Whether an earlier fit has removed all there is to remove"
-    return self.pruner is not None and self.pruner.model is inner_model(self.learn.model) and self.pruner.share >= self.share_at(1.)
+    if self.pruner is None: return False
+    if self.pruner.model is not inner_model(self.learn.model): return False
+    return self.pruner.share >= self.share_at(1.)
 
 @patch
 def share_at(self:PruneCallback,
     pct_train:float, # share of training that is done, 0..1
 )->float:            # of the targets, 0..1
     "What the schedule asks for by then, in whole steps"
-    return math.floor(self.schedule.progress(pct_train)*self.steps + 1e-9)/self.steps
+    share = self.schedule.progress(pct_train)
+    n_steps = math.floor(share*self.steps + 1e-9)
+    return n_steps/self.steps
 
 # %% ../../nbs/train/05_prune_callback.ipynb #3b339662
 @patch
@@ -92,21 +116,49 @@ def start_fit(self:PruneCallback):
     if not self.finished():
         for cb in self.learn.cbs:
             if cb is not self and keeps_weights(cb, model):
-                raise ValueError(f"{type(cb).__name__} holds a copy of the weights, which does not shrink with the model: prune in one fit, average in the next")
+                raise ValueError(f"{type(cb).__name__} holds a copy of the weights, "
+                                 "which does not shrink with the model: prune in one fit, average in the next")
     self.judges = not self.finished()
     if self.pruner is not None and self.pruner.model is model: return
-    c, sample = self.criterion, as_in_first(learner_sample(self.learn, self.dls.train), self.learn.model)
-    if c.needs in (INITIAL, PREVIOUS) and c.refs is None: c = c.since(model)
-    ignored = [self.ignored_layers] if isinstance(self.ignored_layers, str) else self.ignored_layers
-    if isinstance(ignored, list | tuple) and all(isinstance(n, str) for n in ignored): ignored = [_name_in(n, model) for n in ignored]
-    self.pruner = Pruner(model, inner_targets(self.pruning_ratio, model), example_inputs=sample, calibration_data=FirstBatches(self.dls.train), criteria=c, ignored_layers=ignored, verbose=False, **self.how)
+    self.pruner = self.new_pruner(model)
     self.targets, self.skipped = self.pruner.targets, self.pruner.skipped
 
 # %% ../../nbs/train/05_prune_callback.ipynb #9917c4c9
+@patch
+def new_pruner(self:PruneCallback,
+    model:nn.Module, # without wrappers
+)->Pruner:
+    "What takes the channels out, with the data of the learner"
+    sample = as_in_first(learner_sample(self.learn, self.dls.train), self.learn.model)
+    c = self.criterion
+    if c.needs in (INITIAL, PREVIOUS) and c.refs is None: c = c.since(model)
+    return Pruner(
+        model, inner_targets(self.pruning_ratio, model),
+        criteria=c,
+        ignored_layers=self.ignored_in(model),
+        example_inputs=sample,
+        calibration_data=FirstBatches(self.dls.train),
+        verbose=False,
+        **self.how,
+    )
+
+@patch
+def ignored_in(self:PruneCallback,
+    model:nn.Module, # without wrappers
+):
+    "The ignored layers, under the names that `model` has for them"
+    ignored = self.ignored_layers
+    if isinstance(ignored, str): ignored = [ignored]
+    if not isinstance(ignored, list | tuple): return ignored
+    if not all(isinstance(name, str) for name in ignored): return ignored
+    return [_name_in(name, model) for name in ignored]
+
 def _name_in(name:str, model:nn.Module)->str:
     "The name of a module without what wrappers add, if that is how the model knows it"
     known = dict(model.named_modules(remove_duplicate=False))
-    return name if name in known or plain_name(name) not in known else plain_name(name)
+    if name in known: return name
+    plain = plain_name(name)
+    return plain if plain in known else name
 
 @patch
 def advance(self:PruneCallback, pct_train):
@@ -115,7 +167,8 @@ def advance(self:PruneCallback, pct_train):
     if share <= self.pruner.share: return
     check_optimizer(self.opt)
     device = next(self.learn.model.parameters()).device.type
-    with torch.autocast(device, enabled=False): swaps = self.pruner.prune_to(share, partial(as_in_first, model=self.learn.model))
+    agree = partial(as_in_first, model=self.learn.model)
+    with torch.autocast(device, enabled=False): swaps = self.pruner.prune_to(share, agree)
     swap_parameters(self.opt, swaps)
     if swaps: self.learn.model = rewrapped(self.learn.model)
 
@@ -137,9 +190,13 @@ def rows(self:PruneCallback)->list:
     for name, group in p.groups.items():
         left, k = n_granules(group)
         n, pct = p.sizes[name], p.targets[name]*end
-        wanted = n_gone(n, pct, k, p.round_to) if p.context == "local" else 0
-        reached = p.share >= end and n - left >= wanted
-        out.append(dict(layer=name, channels=n*k, left=left*k, sets=n, gone=n - left, percent=100*(n - left)/n, target=pct, reached=reached))
+        gone, wanted = n - left, 0
+        if p.context == "local": wanted = n_gone(n, pct, k, p.round_to)
+        row = dict(layer=name, channels=n*k, left=left*k, sets=n, gone=gone)
+        row["percent"] = 100*gone/n
+        row["target"] = pct
+        row["reached"] = p.share >= end and gone >= wanted
+        out.append(row)
     return out
 
 @patch

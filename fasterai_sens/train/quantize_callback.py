@@ -23,21 +23,27 @@ from .prune_callback import PruneCallback
 
 # %% ../../nbs/train/06_quantize_callback.ipynb #31e031e6
 class QuantizeCallback(CompressionCallback):
-    "Train with rounded weights: forward and backward see them, the optimizer's step moves the float weights behind them, the fit ends with rounded ones, whatever other callbacks put in at the end; weights that are zero stay zero"
+    """Train with rounded weights, and end with rounded ones
+
+    Forward and backward see rounded weights; the optimizer's step moves the float weights behind them. The fit
+    ends with rounded ones, whatever other callbacks put in at the end. Weights that are zero stay zero."""
     order = 66  # after the callbacks that change weights after a step, so that rounding has the last word
     _stateattrs = (*CompressionCallback._stateattrs, "rounding", "floats", "zeros", "left", "model_of_fit")
     def __init__(self,
         plan,             # layer name -> bits 2..16, or one number of bits for every layer
-        per_channel=None, # a scale for each output channel, or one for the layer; None: as the plan was measured, else True
-        group_size=None,  # a scale for each so many neighbouring weights of an output channel; None: as the plan was measured, else not divided further
-        symmetric=None,   # zero in the middle of the grid, or a grid that spans the weights; None: as the plan was measured, else True
-        *, keep_zeros=True, # weights that are zero when the fit starts stay zero: a sparse model stays sparse; False: all of them train
+        per_channel=None, # a scale for each output channel, or one for the layer; None: as measured, else True
+        group_size=None,  # a scale for so many neighbours in an output channel; None: as measured, else one for all
+        symmetric=None,   # zero in the middle, or a grid that spans the weights; None: as measured, else True
+        *, keep_zeros=True, # weights that are zero when the fit starts stay zero; False: all of them train
     ):
         check_plan(plan)
-        options = plan_options(plan, quant_per_channel=per_channel, quant_group_size=group_size, quant_symmetric=symmetric)
-        self.plan, self.quantized = plan, partial(Quantized, **{k: options[f"quant_{k}"] for k in ("per_channel", "group_size", "symmetric")})
-        self.quantized(8)
-        self.bits, self.skipped, self.keep_zeros, self.rows_done = None, [], keep_zeros, []
+        asked = dict(quant_per_channel=per_channel, quant_group_size=group_size, quant_symmetric=symmetric)
+        options = plan_options(plan, **asked)
+        how = {name: options[f"quant_{name}"] for name in ("per_channel", "group_size", "symmetric")}
+        self.plan, self.keep_zeros = plan, keep_zeros
+        self.quantized = partial(Quantized, **how)
+        self.quantized(8)   # raises for options that do not fit each other
+        self.bits, self.skipped, self.rows_done = None, [], []
         self._init_state()
     def _init_state(self):
         super()._init_state()
@@ -50,29 +56,50 @@ class QuantizeCallback(CompressionCallback):
 def check_others(self:QuantizeCallback):
     "Raises ValueError beside `PruneCallback`"
     self.rounding, self.stepping = None, False
-    if any(isinstance(cb, PruneCallback) for cb in self.learn.cbs): raise ValueError("float weights do not fit layers that shrink: prune in one fit, quantize in the next")
+    if any(isinstance(cb, PruneCallback) for cb in self.learn.cbs):
+        raise ValueError("float weights do not fit layers that shrink: prune in one fit, quantize in the next")
 
 @patch
 def start_fit(self:QuantizeCallback):
     "Find the layers and round them"
     self.model_of_fit = model = inner_model(self.learn.model)
     found = plan_units(model, inner_targets(self.plan, model))
-    refused = {u: why for u, bits in found.items() if (why := self.quantized(bits).refusal(u))}
-    if refused and isinstance(self.plan, Mapping): raise ValueError("; ".join(f"{u.name!r} cannot be quantized like this: {why}" for u, why in refused.items()))
-    if len(refused) == len(found): raise ValueError(f"no layer can be quantized like this: {next(iter(refused.values()))}")
-    self.skipped = [] if isinstance(self.plan, Mapping) else find_units(model)[1] + [(u.name, why) for u, why in refused.items()]
-    self.bits = LayerTargets({u.name: bits for u, bits in found.items() if u not in refused}, "bits", "quantization")
-    self.rounding = {u: self.quantized(bits) for u, bits in found.items() if u not in refused}
+    refused = self.refusals(found)
+    asked = {u: bits for u, bits in found.items() if u not in refused}
+    self.skipped = []
+    if not isinstance(self.plan, Mapping):
+        self.skipped = find_units(model)[1] + [(u.name, why) for u, why in refused.items()]
+    self.bits = LayerTargets({u.name: bits for u, bits in asked.items()}, "bits", "quantization")
+    self.rounding = {u: self.quantized(bits) for u, bits in asked.items()}
     if self.idle: return   # a fit that trains nothing changes nothing
-    self.zeros = {u.name: zero for u in self.rounding if (zero := self.meant_zeros(u)) is not None}
+    self.zeros = {}
+    for u in self.rounding:
+        zero = self.meant_zeros(u)
+        if zero is not None: self.zeros[u.name] = zero
     for u in self.rounding: self.round_from(u, self.floats.get(u.name))
+
+@patch
+def refusals(self:QuantizeCallback,
+    found:dict, # `Unit` -> bits
+)->dict:        # `Unit` -> reason
+    "Layers that cannot be rounded like this. Raises ValueError if the plan names one, or if none can"
+    refused = {}
+    for u, bits in found.items():
+        why = self.quantized(bits).refusal(u)
+        if why: refused[u] = why
+    if refused and isinstance(self.plan, Mapping):
+        texts = [f"{u.name!r} cannot be quantized like this: {why}" for u, why in refused.items()]
+        raise ValueError("; ".join(texts))
+    if len(refused) == len(found):
+        raise ValueError(f"no layer can be quantized like this: {next(iter(refused.values()))}")
+    return refused
 
 # %% ../../nbs/train/06_quantize_callback.ipynb #ef683305
 @patch
 def meant_zeros(self:QuantizeCallback,
     unit, # a `Unit` of the plan
 )->Tensor|None: # True where the weight stays zero
-    "Zeros that are not just small weights rounded; None if there are none, or `SparsifyCallback` sees to them"
+    "Zeros that are meant, not small weights rounded; None without any, or if `SparsifyCallback` sees to them"
     if not self.keep_zeros: return None
     sparse = [cb.targets for cb in self.learn.cbs if isinstance(cb, SparsifyCallback) and cb.in_fit]
     if any(u.name == unit.name for targets in sparse for u in targets): return None
@@ -153,7 +180,8 @@ def on_grid(self:QuantizeCallback,
 @patch
 def off(self:QuantizeCallback)->bool:
     "Whether weights are there that are not rounded"
-    return not self.idle and not all(self.on_grid(u) for u in self.units_now())
+    if self.idle: return False
+    return not all(self.on_grid(u) for u in self.units_now())
 
 @patch
 @torch.no_grad()
@@ -168,16 +196,33 @@ def compress(self:QuantizeCallback):
 @patch
 def rows(self:QuantizeCallback)->list:
     "Bits of each layer, and whether its weights are rounded to them"
-    return [dict(layer=u.name, type=u.layer_type, weights=u.weight.numel(), bits=self.bits[u.name], reached=self.on_grid(u)) for u in self.units_now()]
+    out = []
+    for u in self.units_now():
+        row = dict(layer=u.name, type=u.layer_type, weights=u.weight.numel())
+        row["bits"] = self.bits[u.name]
+        row["reached"] = self.on_grid(u)
+        out.append(row)
+    return out
 
 @patch
 def missed(self:QuantizeCallback)->list:
     "Which layers the last fit did not leave rounded; empty if there are none"
-    return [f"{r['layer']!r} is not rounded to {r['bits']} bits" for r in self.report if not r["reached"]]
+    rows = [row for row in self.report if not row["reached"]]
+    return [f"{row['layer']!r} is not rounded to {row['bits']} bits" for row in rows]
 
 @patch
 def close(self:QuantizeCallback):
     "Let go of the model"
-    for u in () if self.idle else self.units_now():
-        if u.name in self.floats and self.floats[u.name].shape == u.weight.shape: self.left[u.name] = u.weight.detach().double().sum().item(), self.floats[u.name] == 0
+    if not self.idle:
+        for u in self.units_now(): self.remember_zeros(u)
     self.rounding = self.model_of_fit = None
+
+@patch
+def remember_zeros(self:QuantizeCallback,
+    unit, # a `Unit` of the plan
+):
+    "By its sum, know the layer again, and which of its zeros are meant"
+    held = self.floats.get(unit.name)
+    if held is None or held.shape != unit.weight.shape: return
+    total = unit.weight.detach().double().sum().item()
+    self.left[unit.name] = total, held == 0

@@ -40,12 +40,15 @@ def inner_targets(
     if not isinstance(targets, Mapping): return targets
     known = set(by_name(all_units(model)[0]))
     plain = {plain_name(name): name for name in known}
-    renamed = {n: plain.get(plain_name(n), n) if isinstance(n, str) and n not in known else n for n in targets}
+    renamed = {name: name for name in targets}
+    for name in targets:
+        if isinstance(name, str) and name not in known: renamed[name] = plain.get(plain_name(name), name)
     if all(old == new for old, new in renamed.items()): return targets
     out = copy.copy(targets)   # with all that a plan carries beside its levels
     out.clear()
     for old, new in renamed.items():
-        if out.setdefault(new, targets[old]) != targets[old]: raise ValueError(f"{old!r} and another target are both for layer {new!r}, but differ")
+        if out.setdefault(new, targets[old]) != targets[old]:
+            raise ValueError(f"{old!r} and another target are both for layer {new!r}, but differ")
     return out
 
 # %% ../../nbs/train/01_wrappers.ipynb #e109dca3
@@ -79,8 +82,12 @@ def rewrapped(
     model:nn.Module, # with its wrappers, after its parameters were replaced
 )->nn.Module:
     "The model in wrappers that know its new parameters"
-    if any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules()): torch.compiler.reset()   # what was compiled is for the old shapes
+    if any(_is_compiled(m) for m in model.modules()): torch.compiler.reset()   # what was compiled is for the old shapes
     return _rewrapped(model)
+
+def _is_compiled(module:nn.Module)->bool:
+    "Whether it is compiled in place, or a wrapper around what is"
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 def _rewrapped(model:nn.Module)->nn.Module:
     "One wrapper after the other"
@@ -93,7 +100,10 @@ def _rewrapped(model:nn.Module)->nn.Module:
 
 def _again(ddp:DistributedDataParallel)->DistributedDataParallel:
     "Distributed training of the module as it is now"
-    same = "device_ids", "output_device", "dim", "broadcast_buffers", "process_group", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"
+    same = (
+        "device_ids", "output_device", "dim", "broadcast_buffers", "process_group", "find_unused_parameters",
+        "gradient_as_bucket_view", "static_graph",
+    )
     options = {name: getattr(ddp, name) for name in same}
     hooks, training, module = getattr(ddp, "_comm_hooks", []), ddp.training, ddp.module
     del ddp.reducer, ddp.logger   # it listens to the gradients of parameters that stay
