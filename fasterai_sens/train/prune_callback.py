@@ -153,6 +153,7 @@ def ignored_in(self:PruneCallback,
     if not all(isinstance(name, str) for name in ignored): return ignored
     return [_name_in(name, model) for name in ignored]
 
+# %% ../../nbs/train/05_prune_callback.ipynb #6f967a14
 def _name_in(name:str, model:nn.Module)->str:
     "The name of a module without what wrappers add, if that is how the model knows it"
     known = dict(model.named_modules(remove_duplicate=False))

@@ -55,12 +55,19 @@ def scaled_plan(
     "The plan times one factor, so that it has the mean `mean_pct`. Raises KeyError for an unknown layer, ValueError if that mean is out of reach"
     units = target_units(model, LayerTargets(plan, "percent"))
     if not units: raise ValueError("the plan is empty: name at least one layer, or leave it out")
-    raw, weights = np.array(list(units.values()), float), np.array([u.weight.numel() for u in units], float)
-    up, pct = raw > 0, np.zeros(len(raw))
+    raw = np.array(list(units.values()), float)
+    weights = np.array([u.weight.numel() for u in units], float)
+    up = raw > 0
+    pct = np.zeros(len(raw))
     most = np.where(up, np.maximum(raw, max_pct), 0)
-    check_reach(mean_pct, pct, most, weights, (0, 100), f"no layer goes beyond {max_pct:g} %, and those with a target of 0 stay as they are")
-    if up.any(): pct[up] = scale_to_mean(raw[up], weights[up], mean_pct*weights.sum()/weights[up].sum(), np.zeros(up.sum()), most[up])
-    return LayerTargets({u.name: float(p) for u, p in zip(units, pct, strict=True)}, method=getattr(plan, "method", None))
+    why = f"no layer goes beyond {max_pct:g} %, and those with a target of 0 stay as they are"
+    check_reach(mean_pct, pct, most, weights, (0, 100), why)
+    if up.any():
+        mean_of_up = mean_pct*weights.sum()/weights[up].sum()
+        least = np.zeros(up.sum())
+        pct[up] = scale_to_mean(raw[up], weights[up], mean_of_up, least, most[up])
+    targets = {u.name: float(p) for u, p in zip(units, pct, strict=True)}
+    return LayerTargets(targets, method=getattr(plan, "method", None))
 
 # %% ../../nbs/train/08_recovery.ipynb #d8983b51
 def stage_targets(
@@ -142,17 +149,24 @@ class PrunedStages:
         granularity:str,    # means nothing here
         sample,             # one example input
     ):
-        if isinstance(learn.opt_func, OptimWrapper): raise ValueError("opt_func of the learner is an optimizer for the parameters it has now, and pruning replaces them; give the learner a function that makes an optimizer")
+        if isinstance(learn.opt_func, OptimWrapper):
+            raise ValueError("opt_func of the learner is an optimizer for the parameters it has now, "
+                             "and pruning replaces them; give the learner a function that makes an optimizer")
         self.criteria, self.data = criteria, (FirstBatches(learn.dls.train), sample)
         self.pruner = Pruner(learn.model, targets[-1], criteria=criteria, example_inputs=sample, calibration_data=self.data[0], verbose=False)
         self.skipped, groups = self.pruner.skipped, list(self.pruner.groups.values())
-        asked = [{n: pct for n, pct in t.items() if pct} if isinstance(t, Mapping) else t for t in targets]
-        self.levels = [dict.fromkeys(self.pruner.groups, 0.) | resolve(groups, t)[0] for t in asked]
+        self.levels = []
+        for t in targets:
+            if isinstance(t, Mapping): t = {name: pct for name, pct in t.items() if pct}
+            untouched = dict.fromkeys(self.pruner.groups, 0.)
+            self.levels.append(untouched | resolve(groups, t)[0])
     def compress(self,
         i:int, # number of the stage, from 0
     ):
         "Take out what a stage takes beyond the one before"
-        if i and self.criteria.needs in collectors and self.criteria.refs is None: self.pruner.criteria = bind(self.criteria, self.pruner.model, all_units(self.pruner.model)[0], *self.data)
+        if i and self.criteria.needs in collectors and self.criteria.refs is None:   # look at the data anew
+            model = self.pruner.model
+            self.pruner.criteria = bind(self.criteria, model, all_units(model)[0], *self.data)
         self.pruner.targets, self.pruner.share = self.levels[i], 0.
         self.pruner.prune_to(1)
     def hold(self):
@@ -197,9 +211,12 @@ def check_stages(
     if isinstance(stages, str | Mapping) or not isinstance(stages, Iterable): raise TypeError(f"stages is a list of percent; got {stages!r}")
     levels = [check_pct(s, "a stage") for s in stages]
     if not levels: raise ValueError("stages is empty")
-    if any(b <= a for a, b in zip(levels, levels[1:], strict=False)): raise ValueError(f"stages must rise, each is counted from the untouched model; got {', '.join(f'{x:g}' for x in levels)}")
+    if any(b <= a for a, b in zip(levels, levels[1:], strict=False)):
+        got = ", ".join(f"{x:g}" for x in levels)
+        raise ValueError(f"stages must rise, each is counted from the untouched model; got {got}")
     if isinstance(epochs, list | tuple):
-        if len(epochs) != len(levels): raise ValueError(f"there are {len(levels)} stages and epochs for {len(epochs)}")
+        if len(epochs) != len(levels):
+            raise ValueError(f"there are {len(levels)} stages and epochs for {len(epochs)}")
         return levels, [check_count(n, "epochs", least=0) for n in epochs]
     return levels, [check_count(epochs, "epochs", least=0)]*len(levels)
 
@@ -222,10 +239,26 @@ def _row(learn, sample, base:Score, scores:tuple, result, **stage)->dict:
     "What is recorded of a stage, from the scores before it, compressed, and fine-tuned"
     before, compressed, tuned = scores
     drop, stderr, ci = compare(base, tuned, result.higher_is_better)
-    size, found = model_size(learn.model, sample), sparsity_report(find_units(learn.model)[0])
-    zeros, weights = (sum(r[k] for r in found) for k in ("zeros", "weights"))
-    return dict(stage, metric_before=before.value, metric_compressed=compressed.value, metric=tuned.value, drop=drop, stderr=stderr, low=ci and ci[0], high=ci and ci[1], no_ci=None if ci else why_no_ci(base, tuned),
-                passed=math.isfinite(drop) and (result.max_drop is None or drop <= result.max_drop + slack), zeros_pct=100*zeros/weights, params=size["params"], macs=size["macs"])
+    size = model_size(learn.model, sample)
+    found = sparsity_report(find_units(learn.model)[0])
+    zeros = sum(r["zeros"] for r in found)
+    weights = sum(r["weights"] for r in found)
+    is_allowed = result.max_drop is None or drop <= result.max_drop + slack
+    return dict(
+        stage,
+        metric_before=before.value,
+        metric_compressed=compressed.value,
+        metric=tuned.value,
+        drop=drop,
+        stderr=stderr,
+        low=ci and ci[0],
+        high=ci and ci[1],
+        no_ci=None if ci else why_no_ci(base, tuned),
+        passed=math.isfinite(drop) and is_allowed,
+        zeros_pct=100*zeros/weights,
+        params=size["params"],
+        macs=size["macs"],
+    )
 
 # %% ../../nbs/train/08_recovery.ipynb #b5a1c9b2
 def run_stages(
@@ -266,7 +299,8 @@ def _why(result:RecoveryResult)->str|None:
     "Why the last stage tried is not the one that the model was left at, or None"
     last = result.history[-1]
     if last["passed"]: return None
-    lost = f"is worse by {last['drop']:.4f}, {result.max_drop:g} is allowed" if math.isfinite(last["drop"]) else f"is {last['metric']}"
+    lost = f"is {last['metric']}"
+    if math.isfinite(last["drop"]): lost = f"is worse by {last['drop']:.4f}, {result.max_drop:g} is allowed"
     return f"at {last['level']:g} % {result.metric_name} {lost}; the model is {result.where}"
 
 # %% ../../nbs/train/08_recovery.ipynb #c156f7c3
