@@ -36,9 +36,10 @@ from fasterai_sens import (
     wanda,
 )
 from fasterai_sens.core.layers import find_units
+from fasterai_sens.core.protocol import methods
 from fasterai_sens.measure.scores import Score, compare
 from fasterai_sens.plans.degradation import DegradationResult, size_point
-from fasterai_sens.plans.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, step_methods
+from fasterai_sens.plans.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, stepped
 from fasterai_sens.plans.verdicts import allowed_points
 
 g = torch.Generator().manual_seed(0)
@@ -121,13 +122,13 @@ def test_budget_is_met_and_the_model_stays(name, cost, compression):
         assert (pct == 100) == (not small.plan)
 
 
-@pytest.mark.parametrize("compression", step_methods)
+@pytest.mark.parametrize("compression", stepped())
 @given(share=st.floats(.3, .99))
 @settings(max_examples=15, deadline=None)
 def test_no_step_too_many(compression, share):
     """Without the last step that one of the layers made, or with one step less of each that is ahead, the model is too large."""
     net = small_net()
-    steps = step_methods[compression](net, x[:1])
+    steps = methods[compression].steps_class(net, x[:1])
     budget = share*steps.size({}, "bytes")
     plan, _ = planner(steps, "bytes")(budget)
     counts = steps.counts(steps.levels(plan))
@@ -198,7 +199,7 @@ def test_measured_plans():
 def test_out_of_reach_says_what_is_possible():
     """The limit that an error names can be reached, and nothing below it."""
     net = small_net()
-    for compression in step_methods:
+    for compression in stepped():
         with pytest.raises(ValueError, match="out of reach: down to") as e: compress_to_size(net, x[:1], 1, compression)
         limit = int(e.value.args[0].split("down to ")[1].split(" ")[0].replace(",", ""))
         assert compress_to_size(net, x[:1], limit, compression, absolute=True).size == limit

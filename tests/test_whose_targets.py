@@ -90,7 +90,7 @@ def test_plans_divide_by_method(net, tmp_path):
     with pytest.raises(ValueError, match="for sparsity, and this is pruning"):
         Plan(pruning=plan.sparsity)
     shared = LayerTargets({"0": 50})
-    both = Plan(shared, shared)
+    both = Plan(pruning=shared, sparsity=shared)
     assert (both.pruning.method, both.sparsity.method, shared.method) == ("pruning", "sparsity", None)
 
 

@@ -30,7 +30,7 @@ def check_random_plans(compressor, n=3):
         rng = np.random.default_rng(seed)
         pruning = LayerTargets({g: float(rng.choice([0, 10, 30, 50, 70, 90])) for g in compressor.groups})
         sparsity, bits = (kind({u: number(rng.choice(of)) for u in compressor.units}) for kind, number, of in ((LayerTargets, float, [0, 50, 90]), (BitPlan, int, [2, 3, 4, 8])))
-        for plan in (Plan(pruning), Plan(pruning, sparsity, bits)):
+        for plan in (Plan(pruning=pruning), Plan(pruning=pruning, sparsity=sparsity, quantization=bits)):
             computed, counted = compressor.costs(plan, costs), compressor.costs(plan, costs, really=True)
             assert computed == pytest.approx(counted, rel=1e-9), plan
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_computed_is_counted():
     """A rule of widths that is wrong is found out by one trial, or in the end, and costs are those of the cut network either way."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(1, 3, 8, 8)
-    compressor, plan = compressor_of(model, x), Plan(LayerTargets({"0": 50, "2": 25}))
+    compressor, plan = compressor_of(model, x), Plan(pruning={"0": 50, "2": 25})
     before, real = fingerprint(model), cut_by_hand(compressor, plan, x)
     assert compressor.costs(plan, costs) == real and compressor.holds(plan, costs)
     widths, _ = compressor.computer
@@ -126,7 +126,7 @@ def test_positions_that_are_channels():
     groups = [g for g in channel_groups(AlongChannels().eval(), x) if not g.reason]
     compressor = compressor_of(AlongChannels(), x)
     for pct in (0, 25, 75):
-        plan = Plan(LayerTargets(dict.fromkeys(compressor.groups, pct)))
+        plan = Plan(pruning=dict.fromkeys(compressor.groups, pct))
         assert compressor.costs(plan, costs) == cut_by_hand(compressor, plan, x)
     if groups: assert find_widths(groups[0].graph.model, x, groups)[1] >= {"params", "bytes"}
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['most_plans', 'excluding', 'Problem', 'within', 'choose_around', 'improved', 'fits', 'best_of_all', 'interactions',
-           'all_moves', 'exchanged', 'stepwise', 'best_within', 'by_method', 'check_pairs', 'prepare', 'cost_table',
-           'set_up', 'allocate']
+           'all_moves', 'exchanged', 'stepwise', 'best_within', 'says_what_it_saves', 'by_method', 'check_pairs',
+           'prepare', 'cost_table', 'set_up', 'allocate']
 
 # %% ../../nbs/plans/06_allocate.ipynb #311368f0
 import math
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import numpy as np
 from fastcore.basics import patch
@@ -20,16 +21,17 @@ from torch import nn
 
 from ..core.progress import report, slow_bar
 from ..core.checks import unknown_name
+from ..core.protocol import Perturbation, in_turn, methods, scale_of
 from ..core.results import plan_basis
 from ..core.sweeps import SweepResult
-from ..core.plans import Plan, in_turn
+from ..core.plans import Plan
 from ..methods.criteria import as_criterion, large_final
 from .targets import knobs
 from .knapsack import choose
 from .bits import check_bit_sweep
 from .applier import Compressor
 from fasterai_sens.plans.choices import (
-    ChannelCosts, CostTable, absolute, channel_costs, check_budgets, check_limits, choices, count_options,
+    ChannelCosts, CostTable, absolute, channel_costs, check_budgets, check_limits, choices, count_options, may_meet,
     option_costs, option_name, planned
 )
 
@@ -43,8 +45,8 @@ def excluding(
     for g, c in enumerate(choices):
         if not c.is_group: continue
         for other in {layers[n] for n in c.members if n in layers}:
-            barred = [i for i, levels in enumerate(choices[other].levels) if any(levels[m] and frozenset(("pruning", m)) not in pairs for m in levels)]
-            if barred: out.append(((g, [i for i, levels in enumerate(c.levels) if levels.get("pruning")]), (other, barred)))
+            barred = [i for i, levels in enumerate(choices[other].levels) if not all(may_meet((m, n), pairs) for m in c.methods for n in levels if levels[n])]
+            if barred: out.append(((g, [i for i, levels in enumerate(c.levels) if any(levels.values())]), (other, barred)))
     return out
 
 # %% ../../nbs/plans/06_allocate.ipynb #ea89ea06
@@ -287,13 +289,20 @@ def best_within(
     channels = channel_costs(compressor, problem.choices, tuple(budgets)) if all(c.is_group for c in problem.choices) else None
     if channels and channels.n_plans <= most_plans: return best_of_all(problem, channels, budgets) or within(problem, budgets, actual)
     starts = [stepwise(problem, budgets, compressor)]
-    try: starts.append(within(problem.only("sparsity", "quantization"), budgets, actual))
+    try: starts.append(within(problem.only(*(m for m in methods if not methods[m].reshapes)), budgets, actual))
     except ValueError: pass   # not without channels
     found = [improved(problem, picked, budgets, compressor) for picked in starts if picked] or [within(problem, budgets, actual)]
     if channels: found = [exchanged(problem, picked, channels, budgets) for picked in found]
     return min(found, key=problem.harm)
 
 # %% ../../nbs/plans/06_allocate.ipynb #1171d781
+def says_what_it_saves(
+    name:str, # of a method
+)->bool:
+    "Whether what a level saves is known"
+    if name not in methods: return False
+    return methods[name].reshapes or methods[name].shrink is not Perturbation.shrink
+
 def by_method(
     sweeps,  # a `SweepResult`, or several
     by=None, # as the user gave it
@@ -304,10 +313,11 @@ def by_method(
     for s in sweeps:
         if not isinstance(s, SweepResult): raise TypeError(f"allocate takes the result of sweep(), or several; got {type(s).__name__}")
         m = s[0].compression_type
-        if m not in in_turn: raise ValueError(f"what a level of {m} saves is not known; allocate plans for {', '.join(in_turn)}")
+        if not says_what_it_saves(m): raise ValueError(f"what a level of {m} saves is not known; allocate plans for {', '.join(filter(says_what_it_saves, in_turn()))}")
         if m in out: raise ValueError(f"there are two sweeps of {m}; sweep all levels together")
         out[m] = s
-    if "quantization" in out: check_bit_sweep(out["quantization"])
+    for m, s in out.items():
+        if scale_of(m).unit == "bits": check_bit_sweep(s)
     seen = [(s[0].metric_name, s[0].higher_is_better, s[0].objective_name) for s in sweeps]
     bases = [s[0].baseline_metric for s in sweeps]
     if len(set(seen)) > 1 or not np.allclose(bases, bases[0], rtol=1e-4): raise ValueError(f"the sweeps measured different things, so their damages cannot be compared: {', '.join(f'{n} {b:.6g}' for (n, *_), b in zip(seen, bases, strict=True))}")
@@ -334,20 +344,21 @@ def prepare(
     model, sample, table, criteria, data, # as in `allocate`
 )->tuple:        # `Compressor`, or None; `CostTable`
     "What carries plans out, if there is a model, and what options save. Raises ValueError for what is missing"
+    reshaping = [m for m in sweeps if methods[m].reshapes]
     if model is None:
         if table is None: raise ValueError("give the model (and a sample) to count what layers cost, or the table that cost_table made of it")
-        if "pruning" in sweeps: raise ValueError("a table adds savings up, and those of channels overlap: give the model and a sample to plan for pruning")
+        if reshaping: raise ValueError("a table adds savings up, and those of channels overlap: give the model and a sample to plan for pruning")
         return None, table
     for s in sweeps.values():
         for r in s: knobs(r.layers, model)   # raises if this is not the model that was measured
-    if sample is None and ("pruning" in sweeps or {"flops", "latency"} & set(names)): raise ValueError("give a sample: what pruned layers, multiply-accumulates and latency are is found by running the model")
-    for m in ("sparsity", "pruning"):
-        name, used = as_criterion(criteria).name, sweeps[m][0].settings.get("criteria") if m in sweeps else None
+    if sample is None and (reshaping or {"flops", "latency"} & set(names)): raise ValueError("give a sample: what pruned layers, multiply-accumulates and latency are is found by running the model")
+    for m in in_turn(m for m in sweeps if methods[m].ranks)[::-1]:
+        name, used = as_criterion(criteria).name, sweeps[m][0].settings.get("criteria")
         if used and used != name: raise ValueError(f"{m} was measured with criteria={used}, the plan would use {name}; pass criteria={used}")
     compressor = Compressor(model, sample, tuple(sweeps), settings={m: s[0].settings for m, s in sweeps.items()}, criteria=criteria, calibration_data=data)
     still = [n for n in names if n != "latency"]
     if table and (other := [n for n, v in compressor.costs(Plan(), still).items() if table.whole.get(n, v) != v]): raise ValueError(f"the table is of another model: {other[0]} {table.whole[other[0]]:,} there")
-    return compressor, table or count_options(compressor, choices(sweeps, {}, {frozenset(("sparsity", "quantization"))}, "metric"), names)
+    return compressor, table or count_options(compressor, choices(sweeps, {}, {frozenset(two) for two in combinations([m for m in sweeps if methods[m].combines], 2)}, "metric"), names)
 
 def cost_table(
     sweeps,          # a `SweepResult`, or several: of sparsity, pruning and quantization
@@ -370,7 +381,7 @@ def set_up(
     "Everything to plan with. Raises as `allocate` does"
     sweeps, by = by_method(sweeps, by)
     if criteria is None: criteria = large_final
-    elif not {"sparsity", "pruning"} & sweeps.keys(): raise TypeError("quantization takes no criteria: nothing is ranked")
+    elif not any(methods[m].ranks for m in sweeps): raise TypeError("quantization takes no criteria: nothing is ranked")
     budgets, pairs = check_budgets(budget, cost), check_pairs(combine, sweeps)
     compressor, table = prepare(sweeps, tuple(budgets), model, sample, table, criteria, data)
     if missing := [n for n in budgets if n not in table.whole]: raise ValueError(f"the table has no {missing[0]}; it has {', '.join(table.whole)}")
@@ -386,7 +397,7 @@ def _allocated(problem:Problem, budgets:dict, compressor:Compressor|None, first,
     @cache   # what a plan was measured to take is what it takes
     def counted(picked):
         plan, names = planned(problem.options(picked)), tuple(budgets)
-        if compressor and not any(plan.pruning.values()): return compressor.costs(plan, [n for n in names if n != "latency"]) | {n: problem.whole[n] for n in names if n == "latency"}
+        if compressor and not compressor.reshaped(plan): return compressor.costs(plan, [n for n in names if n != "latency"]) | {n: problem.whole[n] for n in names if n == "latency"}
         if compressor: return compressor.costs(plan, names)
         return {n: sum(of[i] for of, i in zip(problem.costs[n], picked, strict=True)) for n in budgets}
     actual = lambda picked: counted(tuple(picked))

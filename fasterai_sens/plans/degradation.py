@@ -22,8 +22,8 @@ from torch import nn
 
 from ..core.progress import slow_bar
 from ..core.state import leave_no_trace
-from ..core.protocol import methods
 from ..core.checks import check_count, format_table
+from ..core.protocol import methods
 from ..core.saving import read_json, revive, write_json
 from ..core.results import SensitivityResult
 from ..core.sweeps import SweepResult

@@ -17,8 +17,8 @@ from numbers import Real
 import torch
 from torch import nn
 
-from ..core.protocol import methods
 from ..core.checks import check_count, unknown_name
+from ..core.protocol import methods
 from ..core.results import SensitivityResult, damage
 from ..core.sweeps import SweepResult
 from ..core.counters import stored, unseen
