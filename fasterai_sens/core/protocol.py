@@ -72,6 +72,10 @@ class Perturbation:
         "The options with which something was measured, from the settings in its result"
         return {name: settings[name] for name in cls.option_names() if name in settings}
     @classmethod
+    def in_plans(cls)->type:
+        "The class that carries out plans, where that takes levels which cannot be measured alone"
+        return cls
+    @classmethod
     def unprepared(cls, **options)->Callable:
         "level -> perturbation that knows its options and nothing of the data: enough for what a level saves"
         return partial(cls, **{k: v for k, v in options.items() if k in getattr(cls, "__dataclass_fields__", {})})
