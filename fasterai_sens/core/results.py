@@ -17,6 +17,7 @@ from html import escape
 from fastcore.basics import patch
 
 from .checks import check_count, format_table
+from .protocol import scale_of
 from .saving import read_json, revive, write_json
 
 # %% ../../nbs/core/08_results.ipynb #4f23055b
@@ -107,21 +108,21 @@ class SensitivityResult:
     def level_strength(self)->float:
         "How harsh the level is, next to others of the same method"
         if self.strength is not None: return self.strength
-        return -self.compression_level if in_bits(self.compression_type) else self.compression_level
+        return self.compression_level if scale_of(self.compression_type).rises else -self.compression_level
 
 # %% ../../nbs/core/08_results.ipynb #5ced68d3
 def in_bits(
     compression:str, # "sparsity", "pruning", "quantization", ...
 )->bool:
     "Whether the levels of this method are bits, not percent"
-    return compression.startswith("quant")
+    return scale_of(compression).unit == "bits"
 
 def level_text(
     compression:str, # "sparsity", "pruning", "quantization", ...
     level:float,     # percent or bits
 )->str:
     "A level with its unit"
-    return f"{level:g} {'bits' if in_bits(compression) else '%'}"
+    return scale_of(compression).text(level)
 
 # %% ../../nbs/core/08_results.ipynb #7416f7a1
 def label(

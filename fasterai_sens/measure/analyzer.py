@@ -14,8 +14,8 @@ from torch import nn
 
 from ..core.progress import slow_bar
 from ..core.state import leave_no_trace
-from ..core.protocol import Perturbation, methods, named, taken
 from ..core.checks import check_options, unknown_name
+from ..core.protocol import Perturbation, methods, named, taken
 from ..core.results import SensitivityResult
 from ..core.sweeps import SweepResult
 from ..core.inputs import FirstBatches, check_sample, to_device

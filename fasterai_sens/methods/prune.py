@@ -15,8 +15,8 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.protocol import Perturbation, method
 from ..core.checks import check_count, check_pct
+from ..core.protocol import Perturbation, method
 from ..core.layers import Unit, all_units
 from .criteria import Criterion, as_criterion, bind, large_final
 from .sparsify import n_dropped
@@ -117,6 +117,7 @@ class Pruned(Perturbation):
     criteria:Criterion=large_final # which of them matter
     round_to:int=1             # the number of channels that stay is a multiple of this
     stays_in_unit = True
+    turn, column, reshapes = 10, "channels %", True
     def __post_init__(self):
         object.__setattr__(self, "pct", check_ratio(self.pct, "level"))
         object.__setattr__(self, "criteria", as_criterion(self.criteria))

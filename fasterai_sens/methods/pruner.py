@@ -28,7 +28,7 @@ from .sparsify import n_dropped
 from .channels import Graph, narrowed, pick, renewed
 from .proof import channel_groups
 from fasterai_sens.methods.prune import (
-    channel_scores, check_ratio, granule_step, n_gone, n_granules, rounded, why_none
+    Pruned, channel_scores, check_ratio, granule_step, n_gone, n_granules, rounded, why_none
 )
 from .optimizers import check_optimizer, swap_parameters
 
@@ -387,3 +387,11 @@ def print_sparsity(self:Pruner):
         rows.append([what, "", None, "", None, old[key], "->", new[key], _pct_less(old[key], new[key])])
     print(format_table(["layer", "type", "channels", "", "left", "parameters", "", "left", "% less"], rows))
     for name, why in self.skipped: print(f"skipped {name}: {why}")
+
+# %% ../../nbs/methods/11_pruner.ipynb #5cb8f2bd
+@patch(cls_method=True)
+def apply(cls:Pruned, model, targets, *, sample=None, criteria=large_final, calibration_data=None, settings=()):
+    "Take the channels out for good; returns the `Pruner`"
+    pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, calibration_data=calibration_data)
+    pruner.prune_model()
+    return pruner

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cost_names', 'weight_macs', 'n_params', 'count_costs', 'side_of', 'lost_with', 'own_tensors', 'shorter', 'find_axes',
-           'Widths', 'Outline', 'outline', 'agree', 'find_widths']
+           'Widths', 'Outline', 'outline', 'agree', 'find_widths', 'ChannelActor']
 
 # %% ../../nbs/methods/09_widths.ipynb #be3fbdab
 import math
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,12 +20,15 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core.state import leave_no_trace
+from ..core.checks import unknown_name
 from ..core.layers import Unit, all_units, filters_first, place, transposed_convs
 from fasterai_sens.core.counters import (
     as_inputs, count_flops_params, countable, n_bytes, n_samples, own_parameters, unseen
 )
+from .criteria import Criterion
 from .channels import ChannelGroup, Part, follow_errors, pick
-from .prune import n_granules
+from .proof import channel_groups
+from .prune import Pruned, channel_scores, n_gone, n_granules
 
 # %% ../../nbs/methods/09_widths.ipynb #b79a6076
 def _attention_shares(
@@ -345,3 +349,80 @@ def find_widths(
     try: widths = Widths(model, sample, groups)
     except follow_errors: return None, set()   # a rule that cannot be tried by itself; then costs are counted
     return widths, widths.agreed(groups, sample)
+
+# %% ../../nbs/methods/09_widths.ipynb #0ee54eb9
+class ChannelActor:
+    "Takes channels out by plans, one after another, and says what a model costs without them"
+    def __init__(self,
+        model:nn.Module,    # any model
+        sample,             # one example input
+        criteria:Criterion, # which channels matter, bound to the model
+    ):
+        self.model, self.sample = model, sample
+        self.groups = {g.name: g for g in channel_groups(model, sample) if not g.reason}
+        self.scores = {name: channel_scores(g, criteria) for name, g in self.groups.items()}
+        self.owner = {n: g.name for g in self.groups.values() for n in g.members}
+        self.picks, self.parts = {}, {}
+    @cached_property
+    def computer(self)->tuple: # `Widths`, and the costs that it gets right
+        "What computes costs"
+        return find_widths(self.model, self.sample, list(self.groups.values()))
+    def widths(self,
+        names, # of costs
+    )->Widths|None: # None: they must be counted
+        "What computes these costs once channels are gone"
+        widths, right = self.computer
+        return widths if set(names) <= right else None
+    def count_only(self):
+        "Compute no more costs: count them"
+        self.computer = None, set()
+
+@patch
+def chosen(self:ChannelActor,
+    targets, # layer name -> percent of its channels
+)->dict:     # group name -> its granules that go
+    "Which channels go. Raises KeyError for a layer that cannot be pruned, ValueError if coupled layers disagree"
+    at = {}
+    for n, pct in targets.items():
+        if n not in self.owner: raise unknown_name(n, self.owner, "layer to prune")
+        group = self.owner[n]
+        if at.setdefault(group, pct) != pct:
+            raise ValueError(f"{n!r} is coupled to {group!r}, so it loses the same channels, but their targets differ")
+    return {name: self.picked(name, pct) if pct else [] for name, pct in at.items()}
+
+@patch
+def picked(self:ChannelActor,
+    name:str,  # of a group
+    pct:float, # percent of its channels
+)->list:       # of granules
+    "The least important of them, looked for once"
+    if (name, pct) not in self.picks:
+        n, k = n_granules(self.groups[name])
+        self.picks[name, pct] = pick(self.groups[name], self.scores[name], n_gone(n, pct, k))
+    return self.picks[name, pct]
+
+@patch
+def change(self:ChannelActor,
+    targets, # layer name -> percent of its channels
+):
+    "Take the channels out, in place; `leave_no_trace` brings them back. Raises as `chosen` does"
+    parts = [p for name, granules in self.chosen(targets).items() for p in self.groups[name].parts_of(granules)]
+    if parts: next(iter(self.groups.values())).graph.remove(parts)
+
+@patch
+def side_counts(self:ChannelActor,
+    targets, # layer name -> percent of its channels
+)->np.ndarray: # for `Widths`
+    "How many channels each side of each layer loses. Raises as `chosen` does"
+    widths, _ = self.computer
+    total = np.zeros(len(widths.sides) + 1)
+    for name, granules in self.chosen(targets).items():
+        key = name, len(granules)
+        if key not in self.parts: self.parts[key] = widths.counts(name, granules)
+        total += self.parts[key]
+    return total
+
+@patch(cls_method=True)
+def actor_class(cls:Pruned, model, sample, criteria, calibration_data, settings):
+    "What carries out plans for channels"
+    return ChannelActor(model, sample, criteria)

@@ -16,9 +16,9 @@ from itertools import combinations
 from torch import nn
 
 from ..core.progress import slow_bar
-from ..core.protocol import methods
 from ..core.checks import check_count
-from ..core.plans import Plan, in_turn
+from ..core.protocol import in_turn, methods, scale_of
+from ..core.plans import Plan
 from ..core.inputs import batches, check_sample
 from ..methods.prune import n_granules
 from ..methods.pruner import in_one_ranking
@@ -57,9 +57,9 @@ def moves(
     "Where the choice can go from here"
     out = []
     for m in choice.methods:
-        idle = None if m == "quantization" else 0.
+        idle = scale_of(m).none
         ladder = sorted({levels.get(m, idle) for levels in choice.levels}, key=lambda v: math.inf if v is None else v)
-        for level in steps(ladder, now.get(m, idle), share, m == "quantization"):
+        for level in steps(ladder, now.get(m, idle), share, idle is None):
             new = {k: v for k, v in (now | {m: level}).items() if v}
             if len(new) < 2 or all(frozenset(p) in pairs for p in combinations(new, 2)): out.append(new)
     return out
@@ -93,11 +93,12 @@ def uniform_levels(
 )->list|None:      # {method: level} of each choice; None if the harshest does not fit
     "The mildest level for all layers, within what was measured for each, that fits"
     ladders = [[levels[method] for levels in c.levels if set(levels) == {method}] for c in choices]
+    whole = scale_of(method).none is None   # one at a time, such as bits
     lows = [0. if {} in c.levels else of[0] if of else 0. for c, of in zip(choices, ladders, strict=True)]
     def at(level):
-        put = (lambda of, low: min(of, key=lambda b: abs(b - level))) if method == "quantization" else lambda of, low: float(min(max(level, low), of[-1]))
+        def put(of, low): return min(of, key=lambda b: abs(b - level)) if whole else float(min(max(level, low), of[-1]))
         return [{method: put(of, low)} if of else c.levels[0] for c, of, low in zip(choices, ladders, lows, strict=True)]
-    if method == "quantization": return next((at(b) for b in sorted({b for of in ladders for b in of}, reverse=True) if fits(at(b))), None)
+    if whole: return next((at(b) for b in sorted({b for of in ladders for b in of}, reverse=True) if fits(at(b))), None)
     low, high = 0., max((of[-1] for of in ladders if of), default=0.)
     if not fits(at(high)): return None
     for _ in range(20):
@@ -109,15 +110,17 @@ def uniform_levels(
 def one_ranking(
     compressor:Compressor, # of the model
     choices:list,  # of `Choice`
+    method:str,    # that takes channels out
     fits:Callable, # {method: level} of each choice -> whether they are within the budgets
 )->list|None:      # {method: level} of each choice; None if the harshest does not fit
     "The fewest channels, by one ranking over all groups, that fit; every group stays within what was measured for it"
-    free = {c.name: (c.levels[0].get("pruning", 0.), c.levels[-1]["pruning"]) for c in choices if c.is_group}
-    scores, sizes = {n: compressor.scores[n] for n in free}, {n: n_granules(compressor.groups[n])[0] for n in free}
+    free = {c.name: (c.levels[0].get(method, 0.), c.levels[-1][method]) for c in choices if c.is_group}
+    actor = compressor.actor(method)
+    scores, sizes = {n: actor.scores[n] for n in free}, {n: n_granules(actor.groups[n])[0] for n in free}
     def at(n):
         stay = in_one_ranking(scores, n)
         pct = {g: min(max(100*(sizes[g] - stay[g])/sizes[g], low), top) for g, (low, top) in free.items()}
-        return [{"pruning": pct[c.name]} if c.is_group else c.levels[0] for c in choices]
+        return [{method: pct[c.name]} if c.is_group else c.levels[0] for c in choices]
     low, high = 0, sum(sizes.values())
     if not fits(at(high)): return None
     while low < high:
@@ -176,10 +179,10 @@ def start_levels(
     def clash(levels): return any(a and b for (_, a), (_, b) in excluding([replace(c, levels=[at]) for c, at in zip(problem.choices, levels, strict=True)], problem.pairs))
     def fits(levels): return not clash(levels) and all(v <= budgets[n]*(1 + 1e-9) for n, v in count(list(zip(problem.choices, levels, strict=True))).items())
     def best(p): return [at for _, at in p.options(best_within(p, budgets, lambda picked: count(p.options(picked)), compressor if any(c.is_group for c in p.choices) else None))]
-    out, methods = {"allocate": best(problem)}, [m for m in in_turn if any(m in c.methods for c in problem.choices)]
+    out, methods = {"allocate": best(problem)}, in_turn(dict.fromkeys(m for c in problem.choices for m in c.methods))
     for m in methods:
         out[f"uniform {m}"] = uniform_levels(problem.choices, m, fits)
-        if m == "pruning": out["global pruning"] = one_ranking(compressor, problem.choices, fits)
+        if hasattr(compressor.actor(m), "scores"): out[f"global {m}"] = one_ranking(compressor, problem.choices, m, fits)
         if len(methods) > 1:
             try: out[f"allocate {m}"] = best(problem.only(m))
             except ValueError: continue   # this method alone does not reach the budget

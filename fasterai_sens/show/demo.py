@@ -29,8 +29,8 @@ from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 
-from ..core.plans import LayerTargets
 from ..core.sweeps import SweepResult
+from ..core.plans import LayerTargets
 from ..measure.learner import learner_eval
 
 # %% ../../nbs/show/01_demo.ipynb #c0fc8a1b

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..core.results import SensitivityResult, damage, holds_zero, in_bits, label, plan_basis
 from ..core.sweeps import SweepResult
-from ..core.plans import LayerTargets, Plan, in_turn
+from ..core.plans import LayerTargets
 from ..plans.search import SearchResult
 from ..plans.sizes import cost_name
 from ..plans.degradation import DegradationResult, check_drop
@@ -568,8 +568,8 @@ def _targets_of(
 )->LayerTargets|None:
     "Targets of a plan that uses no other method, else None"
     if isinstance(plan, LayerTargets): return plan
-    for other in in_turn:
-        if other != method and any(getattr(plan, other).values()): return None
+    for other in plan:
+        if other != method and any(plan[other].values()): return None
     return getattr(plan, method)
 
 def _predict_plans(
