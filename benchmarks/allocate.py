@@ -20,7 +20,7 @@ from fasterai_sens import allocate
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
 from fasterai_sens.core.sweeps import SweepResult
 from fasterai_sens.methods.proof import channel_groups
-from fasterai_sens.plans.allocate import allocate as plans
+from fasterai_sens.plans import allocate as plans
 
 levels = (20, 40, 60, 80)
 kinds = ("plain", "depthwise", "joined", "added")

@@ -30,7 +30,7 @@ from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
 from fasterai_sens.methods.criteria import large_final
-from fasterai_sens.plans.allocate import allocate as plans
+from fasterai_sens.plans import allocate as plans
 from fasterai_sens.plans.allocate import by_method
 from fasterai_sens.plans.applier import unit_macs
 from fasterai_sens.plans.choices import choices, planned
@@ -235,7 +235,7 @@ def test_left_alone_after_an_exception():
     """Whatever happens inside the block, the model comes back."""
     model = toy()
     before, compressor = fingerprint(model), Compressor(model, x)
-    plan = Plan(LayerTargets({"0": 50}), LayerTargets({"2": 50}), BitPlan({"4": 4}))
+    plan = Plan(pruning={"0": 50}, sparsity={"2": 50}, quantization={"4": 4})
     with pytest.raises(KeyboardInterrupt), compressor(plan):
         raise KeyboardInterrupt
     for bad in (Plan(pruning={"4": 50}), Plan(sparsity=LayerTargets({"nope": 5}))):

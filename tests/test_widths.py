@@ -111,7 +111,7 @@ def test_what_cannot_be_computed_is_counted():
     compressor, plan = compressor_of(model, x), Plan(pruning={"0": 50, "2": 25})
     before, real = fingerprint(model), cut_by_hand(compressor, plan, x)
     assert compressor.costs(plan, costs) == real and compressor.holds(plan, costs)
-    widths, _ = compressor.computer
+    widths, _ = compressor.actor("pruning").computer
     widths.each["flops"] *= 1.01   # as if the rule were wrong
     assert "flops" not in widths.agreed(list(compressor.groups.values()), x)
     assert compressor.costs(plan, costs) != real and not compressor.holds(plan, costs)

@@ -27,8 +27,7 @@ from ..measure.objectives import forget_untouched
 from ..measure.data import as_eval_fn
 from ..measure.loop import check_baseline, check_training
 from .sizes import Compressed
-from .degradation import DegradationResult, SizePoint, check_drop, scored, slack
-from ..show.plots import smallest
+from .degradation import DegradationResult, SizePoint, check_drop, scored, slack, smallest
 
 # %% ../../nbs/plans/12_verdicts.ipynb #3ec8d76d
 allowed_points = dict(safety_critical=1, medical_diagnosis=2, standard_classification=5, ranking_recommendation=10, generative_creative=15)
