@@ -21,7 +21,7 @@ from ..core.signals import PutBack, uncut
 from ..core.checks import check_count, format_table, unknown_name
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import check_sample
-from ..core.layers import all_units, find_units
+from ..core.layers import all_units, check_model, find_units
 from ..core.counters import count_flops_params
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
 from .sparsify import n_dropped
@@ -201,7 +201,7 @@ class Pruner:
         self.steps = check_count(steps, "steps")
         if schedule is not None and steps == 1:
             raise ValueError("a schedule needs several calls of prune_model to spread over; give steps")
-        self.model, self.context = model, context
+        self.model, self.context = check_model(model), context
         self.done = 0     # calls of `prune_model`
         self.share = 0.   # of the targets, reached by now
         ignored = named_modules_of(model, ignored_layers)

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from ..core.keeping import forget_casts
 from ..core.signals import PutBack, PutBackOnError, hold_signals, release_signals, uncut
 from ..core.state import leave_no_trace
-from ..core.protocol import Perturbation, method
 from ..core.checks import check_bits
+from ..core.protocol import Perturbation, method
 from ..core.plans import BitPlan, check_method
 from ..core.inputs import batches, call, mapped
 from ..core.layers import filters_first, find_units, place, target_units
@@ -129,7 +129,9 @@ class Quantized(Perturbation):
     observed_on:str|None=None # the data in which it found them, for the result
     stays_in_unit = True
     default_level = 8
-    outlasts_training = False # weights move off their grid
+    outlasts_training = False   # weights move off their grid
+    unit, column, turn, ranks = "bits", "bits", 40, False
+    targets_class = BitPlan
     @classmethod
     def default_levels(cls, **_): return 8, 6, 4, 3, 2
     def __post_init__(self):
@@ -509,3 +511,40 @@ def quantize_model(
     changes = {unit: make(bits) for unit, bits in units.items()}
     _check_changes(changes)
     return _apply(model, changes, plan)
+
+# %% ../../nbs/methods/04_quantize.ipynb #41a8db04
+@patch
+def shrink(self:Quantized, unit, footprint, n_biases=0):
+    "Fewer bits for each weight, and the scales"
+    grids = len(scale_rows(unit.filters, self.per_channel, self.group_size))
+    return replace(footprint, bits=self.bits, extra_bytes=grids*(4 if self.symmetric else 8))
+
+@patch(cls_method=True)
+def options_from(cls:Quantized, settings):
+    "As the plan was measured, and what is usual for the rest"
+    return plan_options(BitPlan(settings=settings))
+
+@patch(cls_method=True)
+def unprepared(cls:Quantized, quant_per_channel=True, quant_group_size=None, quant_symmetric=True, **_):
+    "The grids of the weights"
+    return partial(cls, per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
+
+@patch(cls_method=True)
+def plain_targets(cls:Quantized, levels, settings):
+    "A `BitPlan` with its settings"
+    return BitPlan(levels, settings={k: v for k, v in settings.items() if k != "bits"})
+
+@patch(cls_method=True)
+def needs_inputs(cls:Quantized, settings):
+    "Groups divide the weights of an output"
+    return f"group_size {settings['group_size']}" if settings.get("group_size") else None
+
+@patch(cls_method=True)
+def prepares_late(cls:Quantized, quant_activations=False, **_):
+    "Ranges are observed on what is left"
+    return bool(find_sides(quant_activations))
+
+@patch(cls_method=True)
+def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibration_data=None, settings=()):
+    "Round the model; returns the `AppliedPlan`"
+    return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **plan_options(targets))

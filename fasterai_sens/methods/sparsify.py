@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['n_dropped', 'keep_mask', 'nm_mask', 'unit_scores', 'sparsity_mask', 'drop_weights', 'obstacle', 'full_level',
-           'Sparse', 'check_context', 'check_sparsity', 'Sparsifier', 'sparsity_report', 'print_report']
+           'Sparse', 'check_context', 'check_sparsity', 'Sparsifier', 'sparsity_report', 'print_report', 'dropped',
+           'SparseInPlan']
 
 # %% ../../nbs/methods/01_sparsify.ipynb #09ef5323
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,8 +19,8 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core.keeping import forget_casts
-from ..core.protocol import Perturbation, method
 from ..core.checks import check_pct, format_table
+from ..core.protocol import Perturbation, method
 from ..core.plans import LayerTargets, check_method
 from ..core.layers import Unit, filters_first, find_units, target_units
 from fasterai_sens.methods.criteria import (
@@ -158,6 +160,7 @@ class Sparse(Perturbation):
     criteria:Criterion=large_final # bound to the model if it needs data
     stays_in_unit = True
     default_level = None         # 50, or what the n:m pattern comes to
+    turn, column = 20, "weights %"
     def __post_init__(self):
         default = full_level(None, check_granularity(self.granularity))
         pct = default if self.pct is None else check_pct(self.pct)
@@ -405,3 +408,48 @@ def print_sparsity(self:Sparsifier):
     "Print how sparse each layer is, and what was left out"
     print_report(sparsity_report(self.units))
     for name, why in self.skipped: print(f"skipped {name}: {why}")
+
+# %% ../../nbs/methods/01_sparsify.ipynb #4f3ce6e6
+def dropped(
+    filters:Tensor,  # `[out, in/groups, *kernel]`; its numbers do not matter
+    pct:float,       # percent
+    granularity:str, # block size, or an n:m pattern
+)->int:              # number of weights
+    "How many weights go at `pct` percent"
+    shape, nm = filters.shape, parse_nm(granularity)
+    if nm:
+        n, m = nm
+        return filters.numel()//m*min(n_dropped(m, pct), m - n)
+    block = math.prod(shape[d] for d in block_axes(granularity, len(shape)))
+    return block*n_dropped(filters.numel()//block, pct)
+
+@patch
+def shrink(self:Sparse, unit, footprint, n_biases=0):
+    "Zeros among the weights; biases go with whole filters"
+    gone = n_dropped(len(unit.filters), self.pct)*n_biases if self.granularity == "filter" else 0
+    return replace(footprint, n_zeros=dropped(unit.filters, self.pct, self.granularity), biases_gone=gone)
+
+@dataclass(frozen=True)
+class SparseInPlan(Sparse):
+    "The same for a plan, which may ask for less than the whole n:m pattern, as `Sparsifier` may"
+    def __post_init__(self):
+        object.__setattr__(self, "pct", full_level(check_pct(self.pct, computed=True), check_granularity(self.granularity)))
+
+@patch(cls_method=True)
+def in_plans(cls:Sparse):
+    "Less than the whole pattern is no error"
+    return SparseInPlan
+
+@patch(cls_method=True)
+def needs_inputs(cls:Sparse, settings):
+    "An n:m pattern divides the inputs"
+    granularity = settings.get("granularity", "weight")
+    return f"granularity {granularity}" if parse_nm(granularity) else None
+
+@patch(cls_method=True)
+def apply(cls:Sparse, model, targets, *, sample=None, criteria=large_final, calibration_data=None, settings=()):
+    "Make the model sparse for good; returns the `Sparsifier`"
+    granularity = dict(settings).get("granularity", "weight")
+    sparsifier = Sparsifier(model, granularity, criteria=criteria, calibration_data=calibration_data, sample=sample)
+    sparsifier.sparsify_model(targets)
+    return sparsifier
