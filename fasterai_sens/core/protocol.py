@@ -68,30 +68,6 @@ class Perturbation:
         "Prepare once for a whole analysis; returns level -> perturbation. What it takes by name beside what is `offered` to all are the options of the method"
         return cls
     @classmethod
-    def options_from(cls, settings)->dict:
-        "The options with which something was measured, from the settings in its result"
-        return {name: settings[name] for name in cls.option_names() if name in settings}
-    @classmethod
-    def in_plans(cls)->type:
-        "The class that carries out plans, where that takes levels which cannot be measured alone"
-        return cls
-    @classmethod
-    def unprepared(cls, **options)->Callable:
-        "level -> perturbation that knows its options and nothing of the data: enough for what a level saves"
-        return partial(cls, **{k: v for k, v in options.items() if k in getattr(cls, "__dataclass_fields__", {})})
-    @classmethod
-    def plain_targets(cls, levels, settings):
-        "Targets, with how the method was measured where they can keep it"
-        return levels
-    @classmethod
-    def needs_inputs(cls, settings)->str|None:
-        "An option that goes by the number of inputs of a layer, in words; None if there is none"
-        return None
-    @classmethod
-    def prepares_late(cls, **options)->bool:
-        "Whether `configure` has to see the model as it is when this method's turn comes"
-        return False
-    @classmethod
     def option_names(cls)->list:
         "The options that users can give for this method; any other is an error"
         return [name for name in named(cls.configure) if name not in offered]
@@ -119,6 +95,38 @@ def __call__(self:Perturbation, model, unit):
         self.change(model, unit)
         forget_casts()
         yield model
+
+# %% ../../nbs/core/06_protocol.ipynb #8fa56046
+@patch(cls_method=True)
+def options_from(cls:Perturbation, settings)->dict:
+    "The options with which something was measured, from the settings in its result"
+    return {name: settings[name] for name in cls.option_names() if name in settings}
+
+@patch(cls_method=True)
+def in_plans(cls:Perturbation)->type:
+    "The class that carries out plans, where that takes levels which cannot be measured alone"
+    return cls
+
+@patch(cls_method=True)
+def unprepared(cls:Perturbation, **options)->Callable:
+    "level -> perturbation that knows its options and nothing of the data: enough for what a level saves"
+    known = getattr(cls, "__dataclass_fields__", {})
+    return partial(cls, **{name: value for name, value in options.items() if name in known})
+
+@patch(cls_method=True)
+def plain_targets(cls:Perturbation, levels, settings):
+    "Targets, with how the method was measured where they can keep it"
+    return levels
+
+@patch(cls_method=True)
+def needs_inputs(cls:Perturbation, settings)->str|None:
+    "An option that goes by the number of inputs of a layer, in words; None if there is none"
+    return None
+
+@patch(cls_method=True)
+def prepares_late(cls:Perturbation, **options)->bool:
+    "Whether `configure` has to see the model as it is when this method's turn comes"
+    return False
 
 # %% ../../nbs/core/06_protocol.ipynb #e6111f4b
 @dataclass(frozen=True)
