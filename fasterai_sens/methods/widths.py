@@ -377,6 +377,7 @@ class ChannelActor:
         "Compute no more costs: count them"
         self.computer = None, set()
 
+# %% ../../nbs/methods/09_widths.ipynb #dfaecf16
 @patch
 def chosen(self:ChannelActor,
     targets, # layer name -> percent of its channels
@@ -409,6 +410,7 @@ def change(self:ChannelActor,
     parts = [p for name, granules in self.chosen(targets).items() for p in self.groups[name].parts_of(granules)]
     if parts: next(iter(self.groups.values())).graph.remove(parts)
 
+# %% ../../nbs/methods/09_widths.ipynb #88dc9a7e
 @patch
 def side_counts(self:ChannelActor,
     targets, # layer name -> percent of its channels
