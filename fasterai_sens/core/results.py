@@ -21,7 +21,7 @@ from .protocol import scale_of
 from .saving import read_json, revive, write_json
 
 # %% ../../nbs/core/08_results.ipynb #4f23055b
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LayerSensitivity:
     "What compressing one layer did to the metric"
     name:str                 # layer name, as in `model.named_modules()`
@@ -42,6 +42,16 @@ class LayerSensitivity:
     def as_dict(self)->dict:
         "Plain dictionary of all fields"
         return asdict(self)
+    def __eq__(self, other):
+        "Whether all numbers are the same; NaN equals NaN here, so a result that was saved equals what is read back"
+        if not isinstance(other, LayerSensitivity): return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+    __hash__ = None
+
+def _same(a, b)->bool:
+    "Equality of numbers, NaN included, and of tuples of them"
+    if isinstance(a, tuple) and isinstance(b, tuple): return len(a) == len(b) and all(map(_same, a, b))
+    return a == b or (a != a and b != b)
 
 # %% ../../nbs/core/08_results.ipynb #4aaeeed7
 def plan_basis(
