@@ -29,6 +29,7 @@ from fasterai_sens import (
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
+from fasterai_sens.methods import widths
 from fasterai_sens.methods.criteria import large_final
 from fasterai_sens.plans import allocate as plans
 from fasterai_sens.plans.allocate import by_method
@@ -458,7 +459,7 @@ def test_channels_are_computed_and_the_plan_is_counted():
         proof = len(removed)
         Compressor(model, x, ("pruning",))
         assert proof - (len(removed) - proof) <= 3   # beyond those of finding the groups
-        m.setattr(plans, "find_widths", lambda *args: (None, set()))
+        m.setattr(widths, "find_widths", lambda *args: (None, set()))
         slow = allocate(sweep, "50%", "flops", model=model, sample=x)
     assert slow.costs == plan.costs or slow.damage >= plan.damage
     with compressor(plan): assert plan.costs == {"flops": count_flops_params(model, x, verbose=False)[0]}

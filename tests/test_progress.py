@@ -15,8 +15,8 @@ from fasterai_sens import (
     latency,
     search_plan,
 )
+from fasterai_sens.core import progress
 from fasterai_sens.core.progress import report, slow_bar
-from fasterai_sens.measure.loop import progress
 from fasterai_sens.methods.proof import channel_groups
 
 g = torch.Generator().manual_seed(0)
