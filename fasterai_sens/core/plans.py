@@ -117,9 +117,12 @@ class Plan(dict):
         if name not in methods: raise AttributeError(f"a Plan has no {name!r}; its methods are {', '.join(methods)}")
         return self.get(name, as_targets_of(name, {}))
     def __repr__(self):
-        used = [f"{name} of {sum(level > 0 for level in targets.values())} layers" for name, targets in self.items() if targets]
-        costs = [f"{cost} {value:,.6g}" for cost, value in self.costs.items()]
-        return f"Plan({', '.join([*used, *costs])})"
+        parts = []
+        for name, targets in self.items():
+            n_layers = sum(level > 0 for level in targets.values())
+            if targets: parts.append(f"{name} of {n_layers} layers")
+        for cost, value in self.costs.items(): parts.append(f"{cost} {value:,.6g}")
+        return f"Plan({', '.join(parts)})"
     def levels(self)->dict:
         "layer name -> {method: level}"
         out = {}
@@ -159,9 +162,12 @@ def summary(self:Plan):
 @patch
 def _cost_row(self:Plan, cost:str)->list:
     "One cost of the untouched model and under the plan, in percent, and what was allowed"
-    now, whole = float(self.costs[cost]), self.whole.get(cost)
-    if not whole: return [cost, whole, "->", now, None, self.budgets.get(cost)]
-    return [cost, float(whole), "->", now, 100*now/whole, self.budgets.get(cost)]
+    now = float(self.costs[cost])
+    whole = self.whole.get(cost)
+    budget = self.budgets.get(cost)
+    pct = None
+    if whole: whole, pct = float(whole), 100*now/whole
+    return [cost, whole, "->", now, pct, budget]
 
 @patch
 def as_dict(self:Plan)->dict:
@@ -173,10 +179,13 @@ def from_dict(cls:Plan,
     d:dict, # from `as_dict`
 )->Plan:
     "The plan of a plain dictionary"
-    about = {k: v for k, v in d.items() if k not in ("targets", *methods)}
     of_before = {name: d[name] for name in methods if name in d}   # files of before have the methods beside the costs
-    given = {name: dict(targets, method=name) for name, targets in (d.get("targets") or of_before).items()}
-    return cls({name: as_targets(targets) for name, targets in given.items() if targets["targets"]}, **about)
+    saved = d.get("targets") or of_before
+    given = {}
+    for name, targets in saved.items():
+        if targets["targets"]: given[name] = as_targets({**targets, "method": name})
+    about = {name: value for name, value in d.items() if name != "targets" and name not in of_before}
+    return cls(given, **about)
 
 @patch
 def to_json(self:Plan,
