@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['LayerSensitivity', 'plan_basis', 'damage', 'SensitivityResult', 'in_bits', 'level_text', 'label', 'goes_by',
            'holds_zero', 'is_fragile', 'divide', 'first_names', 'left_out_lines', 'both_ends', 'ci_text',
-           'baseline_text', 'settings_text', 'html_table', 'result_from']
+           'baseline_text', 'settings_text', 'html_table']
 
 # %% ../../nbs/core/08_results.ipynb #df794bab
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from html import escape
 
@@ -18,11 +18,11 @@ from fastcore.basics import patch
 
 from .checks import check_count, format_table
 from .protocol import scale_of
-from .saving import read_json, revive, write_json
+from .saving import Saved, revive
 
 # %% ../../nbs/core/08_results.ipynb #4f23055b
 @dataclass(slots=True, eq=False)
-class LayerSensitivity:
+class LayerSensitivity(Saved):
     "What compressing one layer did to the metric"
     name:str                 # layer name, as in `model.named_modules()`
     layer_type:str           # class name, such as "Conv2d"
@@ -39,14 +39,25 @@ class LayerSensitivity:
     objective_delta:float|None=None # its rise over the untouched model
     no_ci:str|None=None      # why there is no interval; None if there is one, or if the layer was not compressed
 
-    def as_dict(self)->dict:
-        "Plain dictionary of all fields"
-        return asdict(self)
+    @classmethod
+    def from_dict(cls,
+        d:dict, # from `as_dict`, perhaps through a file
+    ):
+        "A row from its plain dictionary"
+        row = {**d}
+        for name in ("baseline_metric", "compressed_metric", "delta"): row[name] = float(d[name])
+        for name in ("stderr", "objective", "objective_delta"): row[name] = _as_float(d.get(name))
+        if d["ci"] is not None: row["ci"] = tuple(map(float, d["ci"]))
+        return cls(**row)
     def __eq__(self, other):
         "Whether all numbers are the same; NaN equals NaN here, so a result that was saved equals what is read back"
         if not isinstance(other, LayerSensitivity): return NotImplemented
         return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
     __hash__ = None
+
+def _as_float(x)->float|None:
+    "A number as float, None as None"
+    return None if x is None else float(x)
 
 def _same(a, b)->bool:
     "Equality of numbers, NaN included, and of tuples of them"
@@ -88,7 +99,7 @@ def damage(
 
 # %% ../../nbs/core/08_results.ipynb #742c120f
 @dataclass(repr=False)
-class SensitivityResult:
+class SensitivityResult(Saved):
     "Sensitivity of every layer to one compression at one level"
     compression_type:str       # "sparsity", "pruning", "quantization" or a method of your own
     compression_level:float    # percent, or bits for quantization
@@ -405,53 +416,17 @@ def _repr_html_(self:SensitivityResult, rows:int=20):
     return opening + table + _html_rest(self, shown)
 
 # %% ../../nbs/core/08_results.ipynb #f02956d9
-def _as_float(x)->float|None:
-    "A number as float, None as None"
-    return None if x is None else float(x)
-
-def _layer_from(
-    d:dict, # that `LayerSensitivity.as_dict` made
-)->LayerSensitivity:
-    "A row from its plain dictionary"
-    row = {**d}
-    for name in ("baseline_metric", "compressed_metric", "delta"): row[name] = float(d[name])
-    for name in ("stderr", "objective", "objective_delta"): row[name] = _as_float(d.get(name))
-    if d["ci"] is not None: row["ci"] = tuple(map(float, d["ci"]))
-    return LayerSensitivity(**row)
-
-def result_from(
-    d:dict, # that `SensitivityResult.as_dict` made
+@patch(cls_method=True)
+def from_dict(cls:SensitivityResult,
+    d:dict, # from `as_dict`, perhaps through a file
 )->SensitivityResult:
     "A result from its plain dictionary"
     result = {**d}
     result["baseline_metric"] = float(d["baseline_metric"])
     result["baseline_objective"] = _as_float(d.get("baseline_objective"))
-    result["layers"] = [_layer_from(row) for row in d["layers"]]
+    result["layers"] = [LayerSensitivity.from_dict(row) for row in d["layers"]]
     result["settings"] = revive(d["settings"])
-    return SensitivityResult(**result)
-
-# %% ../../nbs/core/08_results.ipynb #fa74362c
-@patch
-def as_dict(self:SensitivityResult)->dict:
-    "Plain nested dictionary of everything"
-    plain = {f.name: getattr(self, f.name) for f in fields(self)}
-    plain["layers"] = [row.as_dict() for row in self.layers]
-    return plain
-
-# %% ../../nbs/core/08_results.ipynb #d2745d9e
-@patch
-def to_json(self:SensitivityResult,
-    path, # file to write
-):
-    "Write everything to a JSON file"
-    write_json(path, "SensitivityResult", self.as_dict())
-
-@patch(cls_method=True)
-def from_json(cls:SensitivityResult,
-    path, # file that `to_json` wrote
-)->SensitivityResult:
-    "Read a result back, equal to the one that was saved"
-    return read_json(path, "SensitivityResult", result_from)
+    return cls(**result)
 
 # %% ../../nbs/core/08_results.ipynb #2bc6e3f8
 @patch

@@ -15,15 +15,15 @@ from operator import attrgetter
 from fastcore.basics import patch
 
 from .checks import check_count, unknown_name
-from .saving import read_json, write_json
+from .saving import Saved
 from fasterai_sens.core.results import (
     LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, divide, goes_by, html_table, is_fragile,
-    label, left_out_lines, level_text, plan_basis, result_from, settings_text
+    label, left_out_lines, level_text, plan_basis, settings_text
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
 @dataclass(repr=False)
-class SweepResult(Sequence):
+class SweepResult(Saved, Sequence):
     "Sensitivity of every layer at several levels: a sequence in the order given, and curves from mild to harsh"
     results:list # a `SensitivityResult` for each level; layers may differ from level to level
     order:list=field(default_factory=list, compare=False) # layer names in model order; needed if levels differ by layer
@@ -124,25 +124,13 @@ def _metric_text(row:LayerSensitivity|None)->str:
     return "" if row is None else repr(float(row.compressed_metric))
 
 # %% ../../nbs/core/09_sweeps.ipynb #60417399
-@patch
-def to_json(self:SweepResult,
-    path, # file to write
-):
-    "Write everything to a JSON file"
-    results = [result.as_dict() for result in self.results]
-    write_json(path, "SweepResult", {"results": results, "order": self.order})
-
-def _sweep_from(d:dict)->SweepResult:
-    "A sweep from its plain dictionary"
-    results = [result_from(result) for result in d["results"]]
-    return SweepResult(results, d.get("order", []))
-
 @patch(cls_method=True)
-def from_json(cls:SweepResult,
-    path, # file that `to_json` wrote
+def from_dict(cls:SweepResult,
+    d:dict, # from `as_dict`, perhaps through a file
 )->SweepResult:
-    "Read a sweep back, equal to the one that was saved"
-    return read_json(path, "SweepResult", _sweep_from)
+    "A sweep from its plain dictionary"
+    results = [SensitivityResult.from_dict(result) for result in d["results"]]
+    return cls(results, d.get("order", []))
 
 # %% ../../nbs/core/09_sweeps.ipynb #bd4fce7c
 @patch(as_prop=True)
