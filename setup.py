@@ -1,5 +1,6 @@
 "Package metadata, read from settings.ini; the version is the one in fasterai_sens/__init__.py."
 import re
+import sys
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -10,6 +11,9 @@ ini = ConfigParser()
 ini.read(here / "settings.ini")
 cfg = ini["DEFAULT"]
 version = re.search(r'__version__ = "(.+?)"', (here / "fasterai_sens/__init__.py").read_text())[1]
+# `nbdev-export` finds its steps where the package is installed to be edited; nobody else needs them
+packages = ["fasterai_sens*"]
+if "editable_wheel" in sys.argv: packages.append("export_steps")
 
 setup(
     name=cfg["lib_name"],
@@ -20,9 +24,9 @@ setup(
     author=cfg["author"],
     license=cfg["license"],
     keywords=cfg["keywords"],
-    packages=find_packages(include=["fasterai_sens*"]),
+    packages=find_packages(include=packages),
+    package_data={"fasterai_sens": ["py.typed", "*.pyi", "*/*.pyi"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "torchao")},
-    include_package_data=True,
 )

@@ -1,6 +1,7 @@
 """The project's own rules: package and notebooks in step, imports that go down, cells that stay small."""
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -53,7 +54,8 @@ def test_package_and_notebooks_are_in_step(tmp_path):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     shutil.copy(root / "pyproject.toml", tmp_path)
     (tmp_path / "fasterai_sens" / "core" / "state.py").unlink()
-    run("import nbdev.doclinks, nbdev.clean; nbdev.doclinks.nbdev_export(); nbdev.clean.nbdev_clean()", cwd=tmp_path)
+    steps = {**os.environ, "PYTHONPATH": str(root)}
+    run("import nbdev.doclinks, nbdev.clean; nbdev.doclinks.nbdev_export(); nbdev.clean.nbdev_clean()", cwd=tmp_path, env=steps)
     for old in [p for name in ("nbs", "fasterai_sens") for p in (root / name).rglob("*") if p.suffix in (".py", ".ipynb") and ".ipynb_checkpoints" not in p.parts]:
         assert (tmp_path / old.relative_to(root)).read_text() == old.read_text(), f"{old.name}: run `make export`"
 
@@ -97,6 +99,7 @@ def test_notebook_reads_well(path):
     for cell in exported(path):
         lines = [s for s in cell.splitlines() if s.strip() and not s.strip().startswith("#")]
         assert len(lines) <= 60, f"{len(lines)} lines in an exported cell:\n{lines[0]}"
+        assert "----------" not in cell, "parameters are documented by comments; `make export` writes them into the package"
     assert not re.search(r"skip_exec|#\|\s*eval:\s*false", source)
     assert re.search(r"assert |test_eq|test_close|expect_fail", source), "checks nothing"
     assert "site-packages" not in source, "a warning with a path of this machine is in the outputs"

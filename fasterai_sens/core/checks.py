@@ -26,7 +26,22 @@ def check_pct(
     what="level",     # name for the message
     *, computed=False, # True: the number comes from a formula, so half a percent is no slip
 )->float:             # 0..100
-    "The `level` in percent. Raises ValueError for anything that is not a number from 0 to 100"
+    """The `level` in percent. Raises ValueError for anything that is not a number from 0 to 100
+
+    Parameters
+    ----------
+    level
+        what the user gave
+    what : default "level"
+        name for the message
+    computed : default False
+        True: the number comes from a formula, so half a percent is no slip
+
+    Returns
+    -------
+    float
+        0..100
+    """
     is_number = isinstance(level, Real) and not isinstance(level, bool)
     if not is_number or not 0 <= level <= 100:
         raise ValueError(f"{what} is in percent, a number from 0 to 100; got {level!r}")
@@ -39,7 +54,22 @@ def check_bits(
     what="level",  # name for the message
     *, computed=False, # a number from a formula is checked alike
 )->int:            # 2..16
-    "The `level` in bits. Raises ValueError for anything that is not a whole number from 2 to 16"
+    """The `level` in bits. Raises ValueError for anything that is not a whole number from 2 to 16
+
+    Parameters
+    ----------
+    level
+        what the user gave
+    what : default "level"
+        name for the message
+    computed : default False
+        a number from a formula is checked alike
+
+    Returns
+    -------
+    int
+        2..16
+    """
     is_whole = isinstance(level, Integral) and not isinstance(level, bool)
     if not is_whole or not 2 <= level <= 16:
         raise ValueError(f"{what} is in bits, a whole number from 2 to 16; got {level!r}")
@@ -48,7 +78,23 @@ def check_bits(
 # %% ../../nbs/core/05_checks.ipynb #bdd1235b
 @dataclass(frozen=True)
 class Scale:
-    "In what the levels of a method are counted"
+    """In what the levels of a method are counted
+
+    Parameters
+    ----------
+    unit : str
+        as targets name it: "percent", "bits"
+    sign : str
+        behind a number: "%", "bits"
+    check : Callable
+        (level, name for the message, computed=...) -> level; raises ValueError
+    none : float|None
+        the level that leaves a layer as it is; None if no number does
+    rises : bool
+        whether more is harsher
+    make_plan : str
+        the method of a sweep that makes targets
+    """
     unit:str          # as targets name it: "percent", "bits"
     sign:str          # behind a number: "%", "bits"
     check:Callable    # (level, name for the message, computed=...) -> level; raises ValueError
@@ -58,7 +104,17 @@ class Scale:
     def text(self,
         level:float, # one level
     )->str:
-        "A level with its unit"
+        """A level with its unit
+
+        Parameters
+        ----------
+        level : float
+            one level
+
+        Returns
+        -------
+        str
+        """
         return f"{level:g} {self.sign}"
 
 scales = {
@@ -72,7 +128,21 @@ def check_count(
     what,      # name for the message
     least=1,   # the smallest that makes sense
 )->int:
-    "The count `n`. Raises ValueError for anything that is not a whole number, `least` or more"
+    """The count `n`. Raises ValueError for anything that is not a whole number, `least` or more
+
+    Parameters
+    ----------
+    n
+        what the user gave
+    what
+        name for the message
+    least : default 1
+        the smallest that makes sense
+
+    Returns
+    -------
+    int
+    """
     is_whole = isinstance(n, Integral) and not isinstance(n, bool)
     if not is_whole or n < least: raise ValueError(f"{what} is a whole number, {least} or more; got {n!r}")
     return int(n)
@@ -83,7 +153,22 @@ def unknown_name(
     known,                 # names that exist
     what:str="layer",      # kind of thing
 )->KeyError:               # to be raised by the caller
-    "The error for an unknown name, with near matches"
+    """The error for an unknown name, with near matches
+
+    Parameters
+    ----------
+    name : str
+        what the user gave
+    known
+        names that exist
+    what : str, default "layer"
+        kind of thing
+
+    Returns
+    -------
+    KeyError
+        to be raised by the caller
+    """
     known = list(known)
     near = get_close_matches(str(name), known, n=3, cutoff=.4)
     if not near: near = [k for k in known if str(name) in k][:3]
@@ -94,7 +179,17 @@ def unknown_name(
 def quoted(
     names, # of anything
 )->str:
-    "Names in quotes, with commas between them"
+    """Names in quotes, with commas between them
+
+    Parameters
+    ----------
+    names
+        of anything
+
+    Returns
+    -------
+    str
+    """
     return ", ".join(map(repr, names))
 
 def check_options(
@@ -104,7 +199,21 @@ def check_options(
     also=(),           # other names that a misspelled one could be meant for
     elsewhere:dict|None=None, # other methods -> their options
 ):
-    "Raises TypeError, with near matches, for an option that is not taken"
+    """Raises TypeError, with near matches, for an option that is not taken
+
+    Parameters
+    ----------
+    given
+        names of the options that the user gave
+    takes
+        names that there are
+    who : str
+        whose options, such as "pruning"
+    also : default ()
+        other names that a misspelled one could be meant for
+    elsewhere : dict|None, default None
+        other methods -> their options
+    """
     takes = list(takes)
     for name in given:
         if name in takes: continue
@@ -129,7 +238,19 @@ def format_table(
     header:Sequence, # titles of the columns
     rows:list,       # of lists, as long as the header
 )->str:
-    "Aligned columns, numbers to the right"
+    """Aligned columns, numbers to the right
+
+    Parameters
+    ----------
+    header : Sequence
+        titles of the columns
+    rows : list
+        of lists, as long as the header
+
+    Returns
+    -------
+    str
+    """
     columns = []
     for i, title in enumerate(header):
         values = [row[i] for row in rows]

@@ -40,7 +40,22 @@ def conv_macs(
     inputs:tuple,     # what it was called with
     output:Tensor,    # what came out, `[batch, out, *size]`
 )->int:               # MACs of the call
-    "One MAC for each output and each weight that leads to it"
+    """One MAC for each output and each weight that leads to it
+
+    Parameters
+    ----------
+    module : nn.Module
+        Conv1d, Conv2d or Conv3d, weight `[out, in/groups, *kernel]`
+    inputs : tuple
+        what it was called with
+    output : Tensor
+        what came out, `[batch, out, *size]`
+
+    Returns
+    -------
+    int
+        MACs of the call
+    """
     weights_per_output = math.prod(module.weight.shape[1:])
     return output.numel()*weights_per_output
 
@@ -49,7 +64,22 @@ def transposed_conv_macs(
     inputs:tuple,     # its first element is `[batch, in, *size]`
     output:Tensor,    # what came out
 )->int:               # MACs of the call
-    "One MAC for each input and each weight that leads away from it"
+    """One MAC for each input and each weight that leads away from it
+
+    Parameters
+    ----------
+    module : nn.Module
+        ConvTranspose1d, 2d or 3d, weight `[in, out/groups, *kernel]`
+    inputs : tuple
+        its first element is `[batch, in, *size]`
+    output : Tensor
+        what came out
+
+    Returns
+    -------
+    int
+        MACs of the call
+    """
     weights_per_input = math.prod(module.weight.shape[1:])
     return inputs[0].numel()*weights_per_input
 
@@ -59,14 +89,40 @@ def linear_macs(
     inputs:tuple,     # its first element is `[..., in]`
     output:Tensor,    # `[..., out]`
 )->int:               # MACs of the call
-    "One MAC for each output and each input that leads to it"
+    """One MAC for each output and each input that leads to it
+
+    Parameters
+    ----------
+    module : nn.Module
+        Linear, or Hugging Face's Conv1D
+    inputs : tuple
+        its first element is `[..., in]`
+    output : Tensor
+        `[..., out]`
+
+    Returns
+    -------
+    int
+        MACs of the call
+    """
     return output.numel()*inputs[0].shape[-1]
 
 # %% ../../nbs/core/13_counters.ipynb #ce46d3e7
 def recurrent_weights(
     module:nn.Module, # RNN, LSTM, GRU or one of their cells
 )->list:              # its weight matrices and bias vectors
-    "All tensors that `module` uses in a step"
+    """All tensors that `module` uses in a step
+
+    Parameters
+    ----------
+    module : nn.Module
+        RNN, LSTM, GRU or one of their cells
+
+    Returns
+    -------
+    list
+        its weight matrices and bias vectors
+    """
     if isinstance(module, nn.RNNBase): return [w for layer in module.all_weights for w in layer]
     of_cell = module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh
     return [w for w in of_cell if w is not None]
@@ -74,13 +130,33 @@ def recurrent_weights(
 def first_tensor(
     x, # nested tuples, lists and dicts of tensors
 ):     # Tensor, or None if there is none
-    "The first tensor in `x`"
+    """The first tensor in `x`
+
+    Parameters
+    ----------
+    x
+        nested tuples, lists and dicts of tensors
+
+    Returns
+    -------
+    Tensor, or None if there is none
+    """
     return next(tensors_in(x), None)
 
 def n_vectors(
     x, # tensor `[..., features]`, or a tuple that starts with one, such as a packed sequence
 )->int:
-    "How many vectors the first tensor in `x` holds"
+    """How many vectors the first tensor in `x` holds
+
+    Parameters
+    ----------
+    x
+        tensor `[..., features]`, or a tuple that starts with one, such as a packed sequence
+
+    Returns
+    -------
+    int
+    """
     shape = first_tensor(x).shape
     return math.prod(shape[:-1])
 
@@ -90,7 +166,22 @@ def recurrent_macs(
     inputs:tuple,     # what it was called with
     output,           # what came out; its first tensor is `[..., features]`
 )->int:               # MACs of the call
-    "One MAC for each weight and each time step of each sample"
+    """One MAC for each weight and each time step of each sample
+
+    Parameters
+    ----------
+    module : nn.Module
+        RNN, LSTM, GRU or one of their cells
+    inputs : tuple
+        what it was called with
+    output
+        what came out; its first tensor is `[..., features]`
+
+    Returns
+    -------
+    int
+        MACs of the call
+    """
     matrices = [w for w in recurrent_weights(module) if w.dim() == 2]
     return n_vectors(output)*sum(w.numel() for w in matrices)
 
@@ -100,7 +191,22 @@ def attention_macs(
     inputs:tuple,                 # query `[..., embed_dim]`, key `[..., kdim]`, value `[..., vdim]`
     output,                       # what came out
 )->int:                           # MACs of the call
-    "MACs of the projections of query, key, value and result"
+    """MACs of the projections of query, key, value and result
+
+    Parameters
+    ----------
+    module : nn.MultiheadAttention
+        attention with an embedding of `embed_dim`
+    inputs : tuple
+        query `[..., embed_dim]`, key `[..., kdim]`, value `[..., vdim]`
+    output
+        what came out
+
+    Returns
+    -------
+    int
+        MACs of the call
+    """
     query, key, value = inputs[:3]
     return module.embed_dim*(2*query.numel() + key.numel() + value.numel())
 
@@ -109,7 +215,19 @@ def padded_tokens(
     module:nn.Module, # torchvision's ShiftedWindowAttention
     inputs:tuple,     # its first element is `[batch, height, width, channels]`
 )->int:
-    "How many pixels there are once height and width are padded to whole windows"
+    """How many pixels there are once height and width are padded to whole windows
+
+    Parameters
+    ----------
+    module : nn.Module
+        torchvision's ShiftedWindowAttention
+    inputs : tuple
+        its first element is `[batch, height, width, channels]`
+
+    Returns
+    -------
+    int
+    """
     batch, *size, _ = inputs[0].shape
     padded = [math.ceil(n/window)*window for n, window in zip(size, module.window_size, strict=True)]
     return batch*math.prod(padded)
@@ -119,7 +237,22 @@ def window_attention_macs(
     inputs:tuple,     # its first element is `[batch, height, width, channels]`
     output:Tensor,    # what came out
 )->int:               # MACs of the call
-    "MACs of the projections before and after the attention in windows"
+    """MACs of the projections before and after the attention in windows
+
+    Parameters
+    ----------
+    module : nn.Module
+        torchvision's ShiftedWindowAttention
+    inputs : tuple
+        its first element is `[batch, height, width, channels]`
+    output : Tensor
+        what came out
+
+    Returns
+    -------
+    int
+        MACs of the call
+    """
     weights = module.qkv.weight.numel() + module.proj.weight.numel()
     return padded_tokens(module, inputs)*weights
 
@@ -129,7 +262,21 @@ def bias_adds(
     inputs:tuple,     # what it was called with
     output:Tensor,    # what came out
 )->int:
-    "One for each output, if there is a bias"
+    """One for each output, if there is a bias
+
+    Parameters
+    ----------
+    module : nn.Module
+        convolution or linear layer
+    inputs : tuple
+        what it was called with
+    output : Tensor
+        what came out
+
+    Returns
+    -------
+    int
+    """
     return output.numel() if module.bias is not None else 0
 
 def recurrent_bias_adds(
@@ -137,7 +284,21 @@ def recurrent_bias_adds(
     inputs:tuple,     # what it was called with
     output,           # what came out
 )->int:
-    "One for each bias and each time step of each sample"
+    """One for each bias and each time step of each sample
+
+    Parameters
+    ----------
+    module : nn.Module
+        RNN, LSTM, GRU or one of their cells
+    inputs : tuple
+        what it was called with
+    output
+        what came out
+
+    Returns
+    -------
+    int
+    """
     biases = [w for w in recurrent_weights(module) if w.dim() == 1]
     return n_vectors(output)*sum(w.numel() for w in biases)
 
@@ -147,7 +308,21 @@ def attention_bias_adds(
     inputs:tuple,                 # query, key and value
     output,                       # what came out
 )->int:
-    "One for each number in projected query, key, value and result"
+    """One for each number in projected query, key, value and result
+
+    Parameters
+    ----------
+    module : nn.MultiheadAttention
+        attention with an embedding of `embed_dim`
+    inputs : tuple
+        query, key and value
+    output
+        what came out
+
+    Returns
+    -------
+    int
+    """
     if module.in_proj_bias is None: return 0
     query, key, value = (module.embed_dim*n_vectors(x) for x in inputs[:3])
     return 2*query + key + value
@@ -157,7 +332,21 @@ def window_attention_bias_adds(
     inputs:tuple,     # its first element is `[batch, height, width, channels]`
     output:Tensor,    # what came out
 )->int:
-    "One for each bias and each pixel, padding included"
+    """One for each bias and each pixel, padding included
+
+    Parameters
+    ----------
+    module : nn.Module
+        torchvision's ShiftedWindowAttention
+    inputs : tuple
+        its first element is `[batch, height, width, channels]`
+    output : Tensor
+        what came out
+
+    Returns
+    -------
+    int
+    """
     biases = [m.bias for m in (module.qkv, module.proj) if m.bias is not None]
     per_token = sum(b.numel() for b in biases)
     return padded_tokens(module, inputs)*per_token
@@ -166,7 +355,18 @@ def window_attention_bias_adds(
 def per_element(
     cost:int, # operations for each number that comes out
 )->Callable:  # a rule
-    "Rule that charges `cost` for each element of the output"
+    """Rule that charges `cost` for each element of the output
+
+    Parameters
+    ----------
+    cost : int
+        operations for each number that comes out
+
+    Returns
+    -------
+    Callable
+        a rule
+    """
     def rule(module, inputs, output): return cost*output.numel()
     return rule
 
@@ -175,7 +375,21 @@ def adaptive_pool_macs(
     inputs:tuple,     # its first element is `[batch, channels, *size]`
     output:Tensor,    # `[batch, channels, *smaller]`
 )->int:
-    "Size of the kernel and one more, for each output"
+    """Size of the kernel and one more, for each output
+
+    Parameters
+    ----------
+    module : nn.Module
+        AdaptiveAvgPool1d, 2d or 3d
+    inputs : tuple
+        its first element is `[batch, channels, *size]`
+    output : Tensor
+        `[batch, channels, *smaller]`
+
+    Returns
+    -------
+    int
+    """
     sizes = zip(inputs[0].shape, output.shape, strict=True)
     kernel = math.prod(before//after for before, after in sizes)
     return (kernel + 1)*output.numel()
@@ -188,7 +402,21 @@ def upsample_macs(
     inputs:tuple,       # what it was called with
     output:Tensor,      # what came out
 )->int:
-    "Operations of the interpolation, 0 for nearest neighbours"
+    """Operations of the interpolation, 0 for nearest neighbours
+
+    Parameters
+    ----------
+    module : nn.Upsample
+        any mode
+    inputs : tuple
+        what it was called with
+    output : Tensor
+        what came out
+
+    Returns
+    -------
+    int
+    """
     return upsample_costs.get(module.mode, 0)*output.numel()
 
 # %% ../../nbs/core/13_counters.ipynb #69fba02b
@@ -197,7 +425,17 @@ recurrent = (nn.RNNBase, nn.RNNCellBase)
 def is_swin_attention(
     module:nn.Module, # any module
 )->bool:
-    "Whether `module` is torchvision's attention in windows"
+    """Whether `module` is torchvision's attention in windows
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    bool
+    """
     return has_class(module, "torchvision.models.swin_transformer.ShiftedWindowAttention")
 
 default_rules = {
@@ -225,7 +463,18 @@ adaptive_pools = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool
 def summed(
     *rules:Callable, # rules of one class
 )->Callable:         # a rule
-    "Rule that adds up what others count"
+    """Rule that adds up what others count
+
+    Parameters
+    ----------
+    *rules : Callable
+        rules of one class
+
+    Returns
+    -------
+    Callable
+        a rule
+    """
     def total(module, inputs, output): return sum(rule(module, inputs, output) for rule in rules)
     return total
 
@@ -241,7 +490,20 @@ def find_rule(
     module:nn.Module, # any module
     *tables:Mapping,  # class, or function that knows its modules -> rule; an earlier table wins
 )->Callable|None:     # None if no table has one
-    "The rule for `module`, by its class or the nearest one above it"
+    """The rule for `module`, by its class or the nearest one above it
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+    *tables : Mapping
+        class, or function that knows its modules -> rule; an earlier table wins
+
+    Returns
+    -------
+    Callable|None
+        None if no table has one
+    """
     for table in tables:
         for cls in type(module).__mro__:
             if cls in table: return table[cls]
@@ -255,7 +517,13 @@ modes = {"default": default_rules, "full": full_rules}
 def check_rules(
     custom_ops, # what the user gave: module class -> rule, or None
 ):
-    "Raises TypeError for rules that are none"
+    """Raises TypeError for rules that are none
+
+    Parameters
+    ----------
+    custom_ops
+        what the user gave: module class -> rule, or None
+    """
     if not isinstance(custom_ops, Mapping | None):
         raise TypeError(f"custom_ops is a dict of module class -> function; got {type(custom_ops).__name__}")
     for kind, rule in (custom_ops or {}).items():
@@ -269,7 +537,20 @@ def tables_for(
     mode:str,   # "default" or "full"
     custom_ops, # module class -> rule, or None
 )->tuple:       # of tables for `find_rule`
-    "The user's rules and those of the mode. Raises ValueError for an unknown mode, TypeError for rules that are none"
+    """The user's rules and those of the mode. Raises ValueError for an unknown mode, TypeError for rules that are none
+
+    Parameters
+    ----------
+    mode : str
+        "default" or "full"
+    custom_ops
+        module class -> rule, or None
+
+    Returns
+    -------
+    tuple
+        of tables for `find_rule`
+    """
     if mode not in modes: raise ValueError(f"mode is one of {', '.join(map(repr, modes))}; got {mode!r}")
     check_rules(custom_ops)
     return custom_ops or {}, modes[mode]
@@ -278,7 +559,17 @@ def tables_for(
 def check_shaped(
     model, # what the user gave
 )->nn.Module:
-    "The model. Raises TypeError if it is none, ValueError for a lazy one that has not run yet"
+    """The model. Raises TypeError if it is none, ValueError for a lazy one that has not run yet
+
+    Parameters
+    ----------
+    model
+        what the user gave
+
+    Returns
+    -------
+    nn.Module
+    """
     named = *check_model(model).named_parameters(), *model.named_buffers()
     lazy = [name for name, t in named if is_lazy(t)]
     if lazy: raise ValueError(f"{lazy[0]} has no shape yet: run the model once on real input")
@@ -288,7 +579,19 @@ def blank_batch(
     model:nn.Module, # model that will take the tensor
     shape:Iterable,  # batch first
 )->Tensor:
-    "A batch of zeros on the model's device, in its floating dtype. Raises ValueError for a size below 1"
+    """A batch of zeros on the model's device, in its floating dtype. Raises ValueError for a size below 1
+
+    Parameters
+    ----------
+    model : nn.Module
+        model that will take the tensor
+    shape : Iterable
+        batch first
+
+    Returns
+    -------
+    Tensor
+    """
     if min(shape) < 1: raise ValueError(f"x is a shape with sizes of 1 and more; got {tuple(shape)}")
     floating = (p for p in model.parameters() if p.is_floating_point())
     like = next(floating, torch.empty(0))
@@ -304,7 +607,19 @@ def as_inputs(
     model:nn.Module, # model that will take them
     x,               # tensor, tuple or dict of model inputs, or a shape
 ):                   # the same, or a tensor of that shape
-    "What to call `model` with. Raises TypeError for anything else, ValueError for a shape or a batch of nothing"
+    """What to call `model` with. Raises TypeError for anything else, ValueError for a shape or a batch of nothing
+
+    Parameters
+    ----------
+    model : nn.Module
+        model that will take them
+    x
+        tensor, tuple or dict of model inputs, or a shape
+
+    Returns
+    -------
+    the same, or a tensor of that shape
+    """
     if _is_shape(x): return blank_batch(model, x)
     first = first_tensor(x)
     if first is None:
@@ -316,7 +631,17 @@ def as_inputs(
 def n_samples(
     inputs, # tensor, tuple or dict of model inputs
 )->int:
-    "Size of the first axis of the first tensor, which is taken for the batch"
+    """Size of the first axis of the first tensor, which is taken for the batch
+
+    Parameters
+    ----------
+    inputs
+        tensor, tuple or dict of model inputs
+
+    Returns
+    -------
+    int
+    """
     first = first_tensor(inputs)
     return len(first) if first.dim() else 1
 
@@ -326,7 +651,22 @@ def ordered(
     args:tuple,       # positional inputs
     kwargs:dict,      # keyword inputs
 )->tuple:             # all of them, as `forward` lists them
-    "Inputs of a call in the order of the signature"
+    """Inputs of a call in the order of the signature
+
+    Parameters
+    ----------
+    module : nn.Module
+        module that was called
+    args : tuple
+        positional inputs
+    kwargs : dict
+        keyword inputs
+
+    Returns
+    -------
+    tuple
+        all of them, as `forward` lists them
+    """
     if not kwargs: return args
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     return *bound.args, *bound.kwargs.values()
@@ -340,14 +680,34 @@ uncalled_children = {nn.MultiheadAttention: _attention_children, is_swin_attenti
 def used_inside(
     module:nn.Module, # any module
 )->list:
-    "Children whose weights `module` hands to a function"
+    """Children whose weights `module` hands to a function
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    list
+    """
     find = find_rule(module, uncalled_children)
     return find(module) if find else []
 
 def own_parameters(
     module:nn.Module, # any module
 )->list:
-    "Parameters of `module` itself, also those that a parametrization has moved"
+    """Parameters of `module` itself, also those that a parametrization has moved
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    list
+    """
     inside = list(used_inside(module))
     for name, child in module.named_children():
         if name == "parametrizations": inside.append(child)
@@ -360,7 +720,19 @@ def unseen(
     tensors:Iterable, # of Tensor
     seen:set,         # places that were seen before; grows
 )->list:
-    "Those of `tensors` whose numbers are new"
+    """Those of `tensors` whose numbers are new
+
+    Parameters
+    ----------
+    tensors : Iterable
+        of Tensor
+    seen : set
+        places that were seen before; grows
+
+    Returns
+    -------
+    list
+    """
     new = []
     for t in tensors:
         if place(t) not in seen: new.append(t)
@@ -371,14 +743,36 @@ def count_unseen(
     tensors:Iterable, # of Tensor
     seen:set,         # places that were seen before; grows
 )->int:
-    "How many new numbers there are in `tensors`"
+    """How many new numbers there are in `tensors`
+
+    Parameters
+    ----------
+    tensors : Iterable
+        of Tensor
+    seen : set
+        places that were seen before; grows
+
+    Returns
+    -------
+    int
+    """
     return sum(t.numel() for t in unseen(tensors, seen))
 
 # %% ../../nbs/core/13_counters.ipynb #d94a43dc
 def shape_of(
     x, # nested tuples, lists and dicts of tensors
 )->tuple:
-    "Shape of the first tensor in `x`, empty if there is none"
+    """Shape of the first tensor in `x`, empty if there is none
+
+    Parameters
+    ----------
+    x
+        nested tuples, lists and dicts of tensors
+
+    Returns
+    -------
+    tuple
+    """
     first = first_tensor(x)
     return () if first is None else tuple(first.shape)
 
@@ -388,7 +782,19 @@ def watch(
     rule:Callable,    # its rule
     rows:list,        # where its row goes at the first call
 ):
-    "Write down every call of `module`"
+    """Write down every call of `module`
+
+    Parameters
+    ----------
+    module : nn.Module
+        module to watch
+    name : str
+        name of the module in the model
+    rule : Callable
+        its rule
+    rows : list
+        where its row goes at the first call
+    """
     row = dict(
         name=name,
         type=type(module).__name__,
@@ -419,7 +825,17 @@ def every_layer_called()->PutBack:
 def weight_shape(
     module:nn.Module, # any module
 )->tuple:
-    "Shape of its weight, or of the first matrix it keeps; empty if there is none"
+    """Shape of its weight, or of the first matrix it keeps; empty if there is none
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    tuple
+    """
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor): return tuple(weight.shape)
     matrices = [p for p in own_parameters(module) if p.dim() > 1]
@@ -429,7 +845,20 @@ def watched(
     model:nn.Module, # any model
     tables:tuple,    # of rules
 )->dict:             # name -> (module, rule)
-    "The modules of `model` that have a rule, without those that another one uses inside"
+    """The modules of `model` that have a rule, without those that another one uses inside
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    tables : tuple
+        of rules
+
+    Returns
+    -------
+    dict
+        name -> (module, rule)
+    """
     inside = {m for parent in model.modules() for m in used_inside(parent)}
     found = {}
     for name, m in model.named_modules():
@@ -442,7 +871,15 @@ def warn_uncalled(
     found:Mapping, # name -> (module, rule)
     rows:list,     # one for each module that was called
 ):
-    "Warn of layers with weights that were never called"
+    """Warn of layers with weights that were never called
+
+    Parameters
+    ----------
+    found : Mapping
+        name -> (module, rule)
+    rows : list
+        one for each module that was called
+    """
     called = {row["name"] for row in rows}
     idle = [name for name, (m, _) in found.items() if name not in called and own_parameters(m)]
     if not idle: return
@@ -457,7 +894,22 @@ def count_calls(
     inputs,          # tensor, tuple or dict of model inputs
     tables:tuple,    # of rules
 )->list:             # a dict for each module that has a rule and was called, MACs of the whole batch
-    "Run `model` in evaluation mode, and write down what its modules did"
+    """Run `model` in evaluation mode, and write down what its modules did
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    inputs
+        tensor, tuple or dict of model inputs
+    tables : tuple
+        of rules
+
+    Returns
+    -------
+    list
+        a dict for each module that has a rule and was called, MACs of the whole batch
+    """
     rows, seen = [], set()
     with leave_no_trace(model, weights=()), every_layer_called(), torch.no_grad():
         found = watched(model.eval(), tables)
@@ -472,7 +924,15 @@ def count_calls(
 
 # %% ../../nbs/core/13_counters.ipynb #6d133410
 class Counts(list):
-    "Rows of counts, with what they leave out"
+    """Rows of counts, with what they leave out
+
+    Parameters
+    ----------
+    rows : Iterable
+        dicts, one for each module that was counted
+    left_out : dict
+        name of a module -> how many of its parameters are in no row
+    """
     def __init__(self,
         rows:Iterable, # dicts, one for each module that was counted
         left_out:dict, # name of a module -> how many of its parameters are in no row
@@ -484,7 +944,20 @@ def uncounted(
     model:nn.Module, # any model
     rows:Iterable,   # what `count_calls` returned for it
 )->dict:             # module name -> number of parameters, each tensor once
-    "The parameters that are in no row, by the module that holds them"
+    """The parameters that are in no row, by the module that holds them
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    rows : Iterable
+        what `count_calls` returned for it
+
+    Returns
+    -------
+    dict
+        module name -> number of parameters, each tensor once
+    """
     modules, seen = dict(model.named_modules()), set()
     for row in rows: unseen(own_parameters(modules[row["name"]]), seen)
     own = {name: count_unseen(own_parameters(m), seen) for name, m in modules.items()}
@@ -495,7 +968,15 @@ def print_counts(
     results:list,  # what `count_flops_params` returns third
     params=None,   # parameters in all; None: of the modules in `results`
 ):
-    "Print one line for each module, the totals, and what the parameters leave out"
+    """Print one line for each module, the totals, and what the parameters leave out
+
+    Parameters
+    ----------
+    results : list
+        what `count_flops_params` returns third
+    params : default None
+        parameters in all; None: of the modules in `results`
+    """
     columns = "name", "type", "calls", "in_size", "out_size", "weight_shape", "flops", "params"
     named = [{**row, "name": row["name"] or "(model)"} for row in results]
     cells_of = itemgetter(*columns)
@@ -518,7 +999,17 @@ def _left_out_text(left_out:dict)->str:
 def countable(
     model, # what the user gave
 )->nn.Module:
-    "The model, without the shell of `torch.compile`. Raises TypeError if its modules cannot be watched"
+    """The model, without the shell of `torch.compile`. Raises TypeError if its modules cannot be watched
+
+    Parameters
+    ----------
+    model
+        what the user gave
+
+    Returns
+    -------
+    nn.Module
+    """
     inner = getattr(check_shaped(model), "_orig_mod", model)
     if any(isinstance(m, torch.jit.ScriptModule) for m in inner.modules()):
         raise TypeError("a scripted model does not show its layers; count the model it was made from")
@@ -535,7 +1026,26 @@ def count_flops_params(
     """Multiply-accumulates and parameters of `model`
 
     In default mode the parameters are only those of modules that are counted (no embeddings, no norms); the others are
-    in `results.left_out`. Raises ValueError if it does not run or the mode is unknown, TypeError for bad kinds."""
+    in `results.left_out`. Raises ValueError if it does not run or the mode is unknown, TypeError for bad kinds.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back untouched
+    x
+        tensor, tuple or dict of model inputs, or a shape, batch first
+    custom_ops : default None
+        dict of module class -> function(module, inputs, output): MACs of that call, whole batch
+    verbose : default True
+        print a table
+    mode : default "default"
+        "default": weights of layers; "full": also bias, norms, activations, pools, upsampling
+
+    Returns
+    -------
+    tuple
+        MACs of one sample, parameters, `Counts` (a dict for each counted module, in order of calls)
+    """
     tables = tables_for(mode, custom_ops)
     model = countable(model)
     inputs = as_inputs(model, x)
@@ -553,7 +1063,18 @@ def count_flops_params(
 def stored(
     t:Tensor, # any tensor
 )->Iterator:  # of Tensor
-    "The tensors that hold the numbers of `t`: itself, or its parts"
+    """The tensors that hold the numbers of `t`: itself, or its parts
+
+    Parameters
+    ----------
+    t : Tensor
+        any tensor
+
+    Returns
+    -------
+    Iterator
+        of Tensor
+    """
     if not hasattr(t, "__tensor_flatten__"):
         yield t
         return
@@ -563,7 +1084,18 @@ def stored(
 def n_bytes(
     model:nn.Module, # any model
 )->int:              # bytes
-    "Bytes of all parameters and buffers, each once. Raises TypeError if it is no model"
+    """Bytes of all parameters and buffers, each once. Raises TypeError if it is no model
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    int
+        bytes
+    """
     tensors = *check_shaped(model).parameters(), *model.buffers()
     parts = [part for t in tensors for part in stored(t)]
     return sum(part.numel()*part.element_size() for part in unseen(parts, set()))
@@ -572,7 +1104,13 @@ def n_bytes(
 def synchronize(
     device:torch.device, # where the model ran
 ):
-    "Wait until `device` is done"
+    """Wait until `device` is done
+
+    Parameters
+    ----------
+    device : torch.device
+        where the model ran
+    """
     if device.type not in ("cuda", "mps", "xpu"): return
     getattr(torch, device.type).synchronize()
 
@@ -580,7 +1118,20 @@ def timed(
     model:nn.Module, # any model
     inputs,          # tensor, tuple or dict of model inputs
 )->float:            # seconds
-    "Time of one forward"
+    """Time of one forward
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    inputs
+        tensor, tuple or dict of model inputs
+
+    Returns
+    -------
+    float
+        seconds
+    """
     device = first_tensor((inputs, [*model.parameters()])).device
     synchronize(device)
     start = perf_counter()
@@ -598,7 +1149,26 @@ def latency(
 )->float:              # seconds for the whole batch
     """Median time of one forward in evaluation mode
 
-    Raises ValueError if there is no run to time or the model does not run, TypeError for bad kinds."""
+    Raises ValueError if there is no run to time or the model does not run, TypeError for bad kinds.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back untouched
+    x
+        tensor, tuple or dict of model inputs, or a shape, batch first
+    runs : default 30
+        forwards to time
+    warmup : default 5
+        forwards before those
+    verbose : bool, default True
+        show a progress bar, if it takes long; it moves between the forwards
+
+    Returns
+    -------
+    float
+        seconds for the whole batch
+    """
     runs = check_count(runs, "runs")
     warmup = check_count(warmup, "warmup", least=0)
     inputs = as_inputs(check_shaped(model), x)

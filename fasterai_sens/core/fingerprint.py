@@ -25,7 +25,18 @@ from torch import Tensor, nn
 def bytes_of(
     t:Tensor, # plain, dense
 )->Tensor:    # uint8, one dimension
-    "The bytes of the numbers in `t`"
+    """The bytes of the numbers in `t`
+
+    Parameters
+    ----------
+    t : Tensor
+        plain, dense
+
+    Returns
+    -------
+    Tensor
+        uint8, one dimension
+    """
     t = t.detach()
     plain = t.int_repr() if t.is_quantized else t.resolve_conj().resolve_neg()
     return plain.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -45,7 +56,18 @@ def inner_tensors(
 )->dict:      # name -> tensor; empty for a plain one
     """The plain tensors of which `t` is made
 
-    Those of a subclass that wraps others (torchao's, `DTensor`), of a sparse tensor or of a nested one."""
+    Those of a subclass that wraps others (torchao's, `DTensor`), of a sparse tensor or of a nested one.
+
+    Parameters
+    ----------
+    t : Tensor
+        any tensor
+
+    Returns
+    -------
+    dict
+        name -> tensor; empty for a plain one
+    """
     if hasattr(t, "__tensor_flatten__"):
         names, _ = t.__tensor_flatten__()
         return {name: getattr(t, name) for name in names}
@@ -67,7 +89,18 @@ def _context(t:Tensor)->str:
 def tensor_mark(
     t:Tensor|None, # any tensor, or None
 )->tuple:          # equal for two looks at an unchanged tensor
-    "Where `t` lives, how it is laid out, and a digest of its bytes"
+    """Where `t` lives, how it is laid out, and a digest of its bytes
+
+    Parameters
+    ----------
+    t : Tensor|None
+        any tensor, or None
+
+    Returns
+    -------
+    tuple
+        equal for two looks at an unchanged tensor
+    """
     if t is None: return ()
     shape = () if t.is_nested else tuple(t.shape)
     about = id(t), shape, str(t.dtype), str(t.device), t.requires_grad
@@ -87,7 +120,18 @@ def containers(
 )->dict:              # name -> the dict, set or list itself, not a copy
     """The private dictionaries, sets and lists of `module`
 
-    In them it keeps parameters, buffers, children, hooks, and (recurrent layers) its weights in order."""
+    In them it keeps parameters, buffers, children, hooks, and (recurrent layers) its weights in order.
+
+    Parameters
+    ----------
+    module : nn.Module
+        one module, its children not looked into
+
+    Returns
+    -------
+    dict
+        name -> the dict, set or list itself, not a copy
+    """
     kinds = dict, set, list
     return {name: v for name, v in vars(module).items() if name.startswith("_") and isinstance(v, kinds)}
 
@@ -110,7 +154,18 @@ _kinds = dict(
 def kind_of(
     cls:type, # class of what an attribute holds
 )->str|None:  # a key of `_kinds`, such as "tensor"; None: not looked into
-    "How to look into objects of this class"
+    """How to look into objects of this class
+
+    Parameters
+    ----------
+    cls : type
+        class of what an attribute holds
+
+    Returns
+    -------
+    str|None
+        a key of `_kinds`, such as "tensor"; None: not looked into
+    """
     if cls in _atoms or issubclass(cls, nn.Module | type): return None
     for kind, classes in _kinds.items():
         if issubclass(cls, classes): return kind
@@ -124,7 +179,17 @@ _collections = "dict", "list", "set", "deque", "tuple"
 def fields_of(
     o, # any object
 )->dict:
-    "The attributes of `o` by name, those in slots of a dataclass too"
+    """The attributes of `o` by name, those in slots of a dataclass too
+
+    Parameters
+    ----------
+    o
+        any object
+
+    Returns
+    -------
+    dict
+    """
     own = {}
     if is_dataclass(o): own = {f.name: getattr(o, f.name) for f in fields(o) if hasattr(o, f.name)}
     own.update(getattr(o, "__dict__", {}))
@@ -134,7 +199,19 @@ def entries_of(
     o,        # any object
     kind:str, # from `kind_of`
 )->Iterable:
-    "What `o` holds, in order; nothing if that is too much"
+    """What `o` holds, in order; nothing if that is too much
+
+    Parameters
+    ----------
+    o
+        any object
+    kind : str
+        from `kind_of`
+
+    Returns
+    -------
+    Iterable
+    """
     if kind in _numbers: return []
     own = list(fields_of(o).values()) if kind == "fields" or hasattr(o, "__dict__") else []
     if kind not in _collections or len(o) > most_entries: return own
@@ -148,7 +225,18 @@ containers_of_torch = [k for k, v in vars(nn.Module()).items() if isinstance(v, 
 def attributes_of(
     module:nn.Module, # one module, its children not looked into
 )->dict:              # name -> object
-    "Those attributes of `module` in which there is something to look into"
+    """Those attributes of `module` in which there is something to look into
+
+    Parameters
+    ----------
+    module : nn.Module
+        one module, its children not looked into
+
+    Returns
+    -------
+    dict
+        name -> object
+    """
     found = {}
     for name, value in vars(module).items():
         cls = type(value)
@@ -158,7 +246,18 @@ def attributes_of(
 def reached(
     objects:list, # of kinds that can be looked into
 )->list:          # of them, and of what is in them, each once
-    "All that can be reached from `objects`"
+    """All that can be reached from `objects`
+
+    Parameters
+    ----------
+    objects : list
+        of kinds that can be looked into
+
+    Returns
+    -------
+    list
+        of them, and of what is in them, each once
+    """
     seen, found, todo = set(), [], list(objects)
     while todo:
         o = todo.pop()
@@ -173,14 +272,31 @@ def reached(
 def held_by(
     modules:Iterable, # of `nn.Module`
 )->list:              # containers, tensors, arrays and generators, each once
-    "All that can be reached from the attributes of `modules`, beside what PyTorch keeps there"
+    """All that can be reached from the attributes of `modules`, beside what PyTorch keeps there
+
+    Parameters
+    ----------
+    modules : Iterable
+        of `nn.Module`
+
+    Returns
+    -------
+    list
+        containers, tensors, arrays and generators, each once
+    """
     values = []
     for module in modules: values.extend(attributes_of(module).values())
     return reached(values)
 
 # %% ../../nbs/core/01_fingerprint.ipynb #30750154
 def rng_state()->dict: # name of the generator -> its state
-    "States of the global random generators of Python, NumPy and PyTorch (with its devices in use)"
+    """States of the global random generators of Python, NumPy and PyTorch (with its devices in use)
+
+    Returns
+    -------
+    dict
+        name of the generator -> its state
+    """
     state = dict(
         python=random.getstate(),
         numpy=np.random.get_state(),
@@ -193,7 +309,13 @@ def rng_state()->dict: # name of the generator -> its state
 def set_rng_state(
     state:dict, # what `rng_state` returned
 ):
-    "Put the global random generators back to `state`"
+    """Put the global random generators back to `state`
+
+    Parameters
+    ----------
+    state : dict
+        what `rng_state` returned
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -204,7 +326,17 @@ def set_rng_state(
 def generator_state(
     o, # a random generator of PyTorch, Python or NumPy
 ):     # its state, which can be compared and set
-    "The state of a random generator"
+    """The state of a random generator
+
+    Parameters
+    ----------
+    o
+        a random generator of PyTorch, Python or NumPy
+
+    Returns
+    -------
+    its state, which can be compared and set
+    """
     if isinstance(o, torch.Generator): return o.get_state().tolist()
     if isinstance(o, random.Random): return o.getstate()
     if isinstance(o, np.random.Generator): return o.bit_generator.state
@@ -280,7 +412,18 @@ def _rng_marks()->dict:
 def fingerprint(
     model:nn.Module, # any model
 )->dict:             # section -> name -> mark; `==` between two looks means nothing changed
-    "Everything that `leave_no_trace` promises to keep"
+    """Everything that `leave_no_trace` promises to keep
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    dict
+        section -> name -> mark; `==` between two looks means nothing changed
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -303,7 +446,20 @@ def changes(
     before:dict, # an earlier `fingerprint`
     after:dict,  # a later one
 )->list:         # "section: name", empty when nothing changed
-    "Names of what differs between two fingerprints"
+    """Names of what differs between two fingerprints
+
+    Parameters
+    ----------
+    before : dict
+        an earlier `fingerprint`
+    after : dict
+        a later one
+
+    Returns
+    -------
+    list
+        "section: name", empty when nothing changed
+    """
     found = []
     for section, marks in before.items():
         now = after[section]

@@ -22,7 +22,19 @@ def call(
     model:nn.Module, # any model
     inputs,          # tensor, tuple or list of positional inputs, or dict of keyword inputs
 ):                   # whatever the model returns
-    "Run `model` on `inputs`"
+    """Run `model` on `inputs`
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    inputs
+        tensor, tuple or list of positional inputs, or dict of keyword inputs
+
+    Returns
+    -------
+    whatever the model returns
+    """
     if isinstance(inputs, Mapping): return model(**inputs)
     if isinstance(inputs, tuple | list): return model(*inputs)
     return model(inputs)
@@ -39,14 +51,36 @@ class Fields(dict):
 def is_record(
     x, # anything
 )->bool:
-    "Whether `x` is an object of a dataclass"
+    """Whether `x` is an object of a dataclass
+
+    Parameters
+    ----------
+    x
+        anything
+
+    Returns
+    -------
+    bool
+    """
     return is_dataclass(x) and not isinstance(x, type)
 
 def like(
     x:Mapping,   # dict, `BatchEncoding`, `ModelOutput`, ...
     values:dict, # new values
 )->Mapping:
-    "`values` as the same kind of mapping as `x`; a plain dict if that kind is not made from one"
+    """`values` as the same kind of mapping as `x`; a plain dict if that kind is not made from one
+
+    Parameters
+    ----------
+    x : Mapping
+        dict, `BatchEncoding`, `ModelOutput`, ...
+    values : dict
+        new values
+
+    Returns
+    -------
+    Mapping
+    """
     kind = type(x)
     if is_record(x): return kind(**values)
     try: return kind(values)
@@ -58,7 +92,17 @@ def logits_of(
 ):       # Tensor, or `out` itself if it holds none by that name
     """The logits in an output
 
-    They are the `logits` of a `ModelOutput` or dict, the `out` of torchvision's dicts, else the output itself."""
+    They are the `logits` of a `ModelOutput` or dict, the `out` of torchvision's dicts, else the output itself.
+
+    Parameters
+    ----------
+    out
+        what a model returned
+
+    Returns
+    -------
+    Tensor, or `out` itself if it holds none by that name
+    """
     if not isinstance(out, Mapping): return getattr(out, "logits", out)
     for name in ("logits", "out"):
         if name in out: return out[name]
@@ -68,7 +112,17 @@ def logits_of(
 def tensors_in(
     x, # nested tuples, lists and dicts of tensors
 )->Iterator:
-    "Every tensor in `x`"
+    """Every tensor in `x`
+
+    Parameters
+    ----------
+    x
+        nested tuples, lists and dicts of tensors
+
+    Returns
+    -------
+    Iterator
+    """
     if isinstance(x, Tensor): yield x
     elif isinstance(x, Mapping): yield from tensors_in(tuple(x.values()))
     elif isinstance(x, tuple | list):
@@ -79,7 +133,15 @@ def mapped(
     f, # function of a tensor
     x, # nested tuples, lists, dicts and dataclasses of tensors
 ):
-    "The same structure with `f` applied to its tensors"
+    """The same structure with `f` applied to its tensors
+
+    Parameters
+    ----------
+    f
+        function of a tensor
+    x
+        nested tuples, lists, dicts and dataclasses of tensors
+    """
     if isinstance(x, Tensor): return f(x)
     if isinstance(x, Mapping):
         values = {key: mapped(f, value) for key, value in x.items()}
@@ -98,7 +160,15 @@ def to_device(
     x,      # nested tuples, lists and dicts of tensors
     device, # where they should be
 ):
-    "The same structure with its tensors on `device`"
+    """The same structure with its tensors on `device`
+
+    Parameters
+    ----------
+    x
+        nested tuples, lists and dicts of tensors
+    device
+        where they should be
+    """
     return mapped(lambda t: t.to(device), x)
 
 # %% ../../nbs/core/11_inputs.ipynb #65b088ab
@@ -106,7 +176,20 @@ def misfit(
     model:nn.Module, # model that does not run
     sample,          # the sample it does not run on
 )->str:              # empty if nothing stands out
-    "What is visibly wrong with `sample`: another device or another dtype"
+    """What is visibly wrong with `sample`: another device or another dtype
+
+    Parameters
+    ----------
+    model : nn.Module
+        model that does not run
+    sample
+        the sample it does not run on
+
+    Returns
+    -------
+    str
+        empty if nothing stands out
+    """
     p = next((p for p in model.parameters() if p.is_floating_point()), None)
     if p is None: return ""
     for t in tensors_in(sample):
@@ -124,7 +207,15 @@ def check_sample(
 ):
     """Run `model` on `sample` once, leaving no trace
 
-    Raises TypeError for a sample of no known kind, ValueError if the model does not run."""
+    Raises TypeError for a sample of no known kind, ValueError if the model does not run.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+    """
     if not isinstance(sample, Tensor | tuple | list | Mapping):
         raise TypeError(f"sample is a tensor, a tuple or a dict of model inputs; got {type(sample).__name__}")
     check_changeable(model)
@@ -152,7 +243,20 @@ def split(
 )->tuple:   # inputs as the model takes them, targets or None
     """Separate the inputs in `batch` from its targets
 
-    Raises ValueError if there are too few inputs, or one that the sample names is missing."""
+    Raises ValueError if there are too few inputs, or one that the sample names is missing.
+
+    Parameters
+    ----------
+    batch
+        what the data yields
+    sample
+        one example input of the model
+
+    Returns
+    -------
+    tuple
+        inputs as the model takes them, targets or None
+    """
     if isinstance(batch, Mapping): return _split_mapping(batch, sample)
     if isinstance(batch, Tensor): return batch, None
     several = isinstance(sample, tuple | list)
@@ -170,7 +274,24 @@ def batches(
     device=None,             # where to move them
     name="calibration_data", # what the user calls the data, for the messages
 )->Iterator:                 # of (inputs, targets or None)
-    "Go through calibration data. Raises TypeError if it is neither a batch nor iterable, ValueError if it is empty"
+    """Go through calibration data. Raises TypeError if it is neither a batch nor iterable, ValueError if it is empty
+
+    Parameters
+    ----------
+    data
+        tensor, tuple or dict (one batch), or an iterable of batches
+    sample
+        one example input of the model
+    device : default None
+        where to move them
+    name : default "calibration_data"
+        what the user calls the data, for the messages
+
+    Returns
+    -------
+    Iterator
+        of (inputs, targets or None)
+    """
     if isinstance(data, Tensor | tuple | Mapping): data = [data]
     if not isinstance(data, Iterable):
         raise TypeError(f"{name} is a tensor, a list of batches or a DataLoader; got {type(data).__name__}")
@@ -182,7 +303,15 @@ def batches(
 
 # %% ../../nbs/core/11_inputs.ipynb #830ad28a
 class FirstBatches:
-    "The first `n` batches of a DataLoader, anew each time, without moving its random numbers"
+    """The first `n` batches of a DataLoader, anew each time, without moving its random numbers
+
+    Parameters
+    ----------
+    dl
+        DataLoader, of PyTorch or fastai
+    n : int|None, default 4
+        how many; None: all
+    """
     def __init__(self,
         dl,           # DataLoader, of PyTorch or fastai
         n:int|None=4, # how many; None: all

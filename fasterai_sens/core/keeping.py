@@ -24,7 +24,18 @@ from fasterai_sens.core.fingerprint import (
 def keep_modules(
     model:nn.Module, # model whose modules are remembered
 )->Callable:         # call it to put them back
-    "Remember attributes, modes, hooks and the tensors' places of every module"
+    """Remember attributes, modes, hooks and the tensors' places of every module
+
+    Parameters
+    ----------
+    model : nn.Module
+        model whose modules are remembered
+
+    Returns
+    -------
+    Callable
+        call it to put them back
+    """
     kept = [(m, type(m), m.training, dict(vars(m))) for m in model.modules()]
     inner = [own[name] for *_, own in kept for name in containers_of_torch if name in own]
     full = [(container, container.copy()) for container in inner if container]   # most are empty
@@ -93,7 +104,18 @@ def _keep_contents(o, kind:str)->Callable:
 def keep_containers(
     held:list, # from `held_by`; tensors in it are passed by
 )->Callable:   # call it to put them back
-    "Remember what containers, arrays and random generators hold"
+    """Remember what containers, arrays and random generators hold
+
+    Parameters
+    ----------
+    held : list
+        from `held_by`; tensors in it are passed by
+
+    Returns
+    -------
+    Callable
+        call it to put them back
+    """
     back = []
     for o in held:
         kind = kind_of(type(o))
@@ -108,7 +130,18 @@ def keep_objects(
 )->Callable:      # call it to put them back
     """Remember the attributes of objects that are no modules
 
-    What the containers in them hold is remembered too; tensors stay the same ones."""
+    What the containers in them hold is remembered too; tensors stay the same ones.
+
+    Parameters
+    ----------
+    objects : list
+        of any class, each with attributes of its own
+
+    Returns
+    -------
+    Callable
+        call it to put them back
+    """
     own = [(vars(o), dict(vars(o))) for o in objects]
     values = [value for _, attributes in own for value in attributes.values()]
     restore_held = keep_containers(reached([value for value in values if kind_of(type(value))]))
@@ -158,7 +191,20 @@ def keep_values(
     tensors:list, # parameters, buffers and other tensors, whose numbers are copied
     places=(),    # more tensors, of which only the storage is remembered: their numbers are those of others
 )->Callable:      # call it to put them back
-    "Remember the numbers in `tensors` and the storage that holds them"
+    """Remember the numbers in `tensors` and the storage that holds them
+
+    Parameters
+    ----------
+    tensors : list
+        parameters, buffers and other tensors, whose numbers are copied
+    places : default ()
+        more tensors, of which only the storage is remembered: their numbers are those of others
+
+    Returns
+    -------
+    Callable
+        call it to put them back
+    """
     copies, wrappers, inner = [], [], []
     places = [(t, t.data) for t in places]
     for t in tensors:
@@ -207,7 +253,20 @@ def keep_grads(
     model:nn.Module, # model whose gradients are set aside
     others=(),       # more tensors
 )->Callable:         # call it to put them back
-    "Set the gradients aside, and remember `requires_grad`, storage and tensor hooks of every parameter and buffer"
+    """Set the gradients aside, and remember `requires_grad`, storage and tensor hooks of every parameter and buffer
+
+    Parameters
+    ----------
+    model : nn.Module
+        model whose gradients are set aside
+    others : default ()
+        more tensors
+
+    Returns
+    -------
+    Callable
+        call it to put them back
+    """
     tensors = list(model.parameters())
     for t in (*model.buffers(), *others):
         if t.is_leaf and not t.is_inference(): tensors.append(t)

@@ -31,20 +31,53 @@ def has_class(
     module:nn.Module, # any module
     name:str,         # full name of a class, of a package that need not be installed
 )->bool:
-    "Whether `module` is of the class with that name, or of one that inherits from it"
+    """Whether `module` is of the class with that name, or of one that inherits from it
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+    name : str
+        full name of a class, of a package that need not be installed
+
+    Returns
+    -------
+    bool
+    """
     names = [f"{c.__module__}.{c.__name__}" for c in type(module).__mro__]
     return name in names
 
 def is_hf_conv1d(
     module:nn.Module, # any module
 )->bool:
-    "Whether `module` is the linear layer that Hugging Face calls Conv1D"
+    """Whether `module` is the linear layer that Hugging Face calls Conv1D
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    bool
+    """
     return has_class(module, "transformers.pytorch_utils.Conv1D")
 
 def weight_names(
     module:nn.Module, # any module
 )->tuple:             # attribute names, empty if there is nothing to compress
-    "Attributes in which `module` itself keeps compressible weights"
+    """Attributes in which `module` itself keeps compressible weights
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    tuple
+        attribute names, empty if there is nothing to compress
+    """
     if isinstance(module, _one_weight) or is_hf_conv1d(module): return ("weight",)
     if not isinstance(module, nn.MultiheadAttention): return ()
     return tuple(name for name in _attention_weights if getattr(module, name) is not None)
@@ -54,7 +87,20 @@ def filters_first(
     module:nn.Module, # the module that holds the weight
     t:Tensor,         # shaped like its weight, or the result of this function
 )->Tensor:            # `[out, in/groups, *kernel]`, or back in the module's own layout
-    "The weight with one row for each output; its own inverse"
+    """The weight with one row for each output; its own inverse
+
+    Parameters
+    ----------
+    module : nn.Module
+        the module that holds the weight
+    t : Tensor
+        shaped like its weight, or the result of this function
+
+    Returns
+    -------
+    Tensor
+        `[out, in/groups, *kernel]`, or back in the module's own layout
+    """
     if isinstance(module, transposed_convs): groups = module.groups
     elif is_hf_conv1d(module): groups = 1
     else: return t
@@ -77,7 +123,20 @@ def filter_bias(
     module:nn.Module, # the module that holds the weight
     attr:str,         # attribute of the weight
 )->tuple|None:        # bias parameter, and the slice of it that goes with this weight's outputs; None: no bias
-    "The bias that is added to the outputs of a weight; attention keeps those of query, key and value in one"
+    """The bias that is added to the outputs of a weight; attention keeps those of query, key and value in one
+
+    Parameters
+    ----------
+    module : nn.Module
+        the module that holds the weight
+    attr : str
+        attribute of the weight
+
+    Returns
+    -------
+    tuple|None
+        bias parameter, and the slice of it that goes with this weight's outputs; None: no bias
+    """
     bias = _bias_beside(module, attr)
     if not isinstance(bias, nn.Parameter): return None   # none, or computed by a parametrization
     if attr in ("weight", "in_proj_weight"): return bias, slice(None)
@@ -96,7 +155,21 @@ def same_way(
     other:nn.Module,  # another one that holds it
     attr:str,         # attribute of the weight
 )->bool:
-    "Whether outputs of both are the same rows; a tied weight may be held transposed"
+    """Whether outputs of both are the same rows; a tied weight may be held transposed
+
+    Parameters
+    ----------
+    module : nn.Module
+        one that holds the weight
+    other : nn.Module
+        another one that holds it
+    attr : str
+        attribute of the weight
+
+    Returns
+    -------
+    bool
+    """
     if module is other: return True
     w, v = getattr(module, attr, None), getattr(other, attr, None)
     if not isinstance(w, Tensor) or _way(module) != _way(other): return False
@@ -114,7 +187,19 @@ def _biases(
 # %% ../../nbs/core/12_layers.ipynb #9ae502cf
 @dataclass(frozen=True, eq=False)
 class Unit:
-    "One weight, with the modules that hold it"
+    """One weight, with the modules that hold it
+
+    Parameters
+    ----------
+    name : str
+        module name; for attention weights with the weight's name behind it
+    modules : tuple
+        modules that hold the weight, the first one named by `name`
+    attr : str
+        the attribute in which the first module keeps it
+    members : tuple
+        all names under which the weight is found
+    """
     name:str        # module name; for attention weights with the weight's name behind it
     modules:tuple   # modules that hold the weight, the first one named by `name`
     attr:str        # the attribute in which the first module keeps it
@@ -162,7 +247,20 @@ def why_not(
     module:nn.Module, # module that holds the weight
     attr:str,         # attribute of the weight
 )->str|None:          # reason, or None if there is no obstacle
-    "What stands in the way of compressing a weight in place. Raises ValueError for a lazy module that has not run yet"
+    """What stands in the way of compressing a weight in place. Raises ValueError for a lazy module that has not run yet
+
+    Parameters
+    ----------
+    module : nn.Module
+        module that holds the weight
+    attr : str
+        attribute of the weight
+
+    Returns
+    -------
+    str|None
+        reason, or None if there is no obstacle
+    """
     if parametrize.is_parametrized(module, attr):
         remove = "torch.nn.utils.parametrize.remove_parametrizations"
         return f"its weight is computed by a parametrization; remove it with {remove}"
@@ -181,7 +279,18 @@ def why_not(
 def packed_weight(
     module:nn.Module, # one module, its children not looked into
 )->str|None:          # what it keeps, or None if there is no such thing
-    "In what `module` keeps weights that are not a parameter"
+    """In what `module` keeps weights that are not a parameter
+
+    Parameters
+    ----------
+    module : nn.Module
+        one module, its children not looked into
+
+    Returns
+    -------
+    str|None
+        what it keeps, or None if there is no such thing
+    """
     if any(isinstance(v, torch.ScriptObject) for v in vars(module).values()): return "packed numbers"
     for name, b in module.named_buffers(recurse=False):
         if "weight" in name and b.dim() > 1: return f"the buffer {name!r} of {_type_of(b)}"
@@ -192,7 +301,18 @@ def packed_layers(
 )->list:             # `(name, reason)`
     """Layers whose weights are not parameters, such as those of `quantize_dynamic`
 
-    A layer stands for the parts in which it keeps them."""
+    A layer stands for the parts in which it keeps them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    list
+        `(name, reason)`
+    """
     found, inside = [], set()
     for name, m in model.named_modules():
         parts = _parts(m)
@@ -213,7 +333,17 @@ def _parts(module:nn.Module)->list:
 def place(
     t:Tensor, # any tensor
 ):            # hashable
-    "Same for tensors over the same numbers"
+    """Same for tensors over the same numbers
+
+    Parameters
+    ----------
+    t : Tensor
+        any tensor
+
+    Returns
+    -------
+    hashable
+    """
     if t.layout != torch.strided or t.device.type == "meta": return id(t)   # these have no address
     if hasattr(t, "__tensor_flatten__"): return id(t)                        # nor has what is made of others
     return t.device, t.data_ptr(), t.numel(), t.element_size()
@@ -222,7 +352,17 @@ def place(
 def check_model(
     model, # what the user gave
 )->nn.Module:
-    "The model. Raises TypeError if it is none"
+    """The model. Raises TypeError if it is none
+
+    Parameters
+    ----------
+    model
+        what the user gave
+
+    Returns
+    -------
+    nn.Module
+    """
     if isinstance(model, nn.Module): return model
     hint = ", use its .model" if hasattr(model, "dls") else ""   # a Learner
     raise TypeError(f"model is an nn.Module; got {type(model).__name__}{hint}")
@@ -248,7 +388,18 @@ def _other_modules(
 def all_units(
     model:nn.Module, # any model
 )->tuple:            # list of `Unit` in model order, list of `(name, reason)`
-    "Every compressible weight of `model`, each once, and what is left out. Raises TypeError if it is no model"
+    """Every compressible weight of `model`, each once, and what is left out. Raises TypeError if it is no model
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    tuple
+        list of `Unit` in model order, list of `(name, reason)`
+    """
     found, skipped = {}, []
     for name, m in check_model(model).named_modules(remove_duplicate=False):
         for attr in weight_names(m):
@@ -274,13 +425,34 @@ def _unit(holders:list)->Unit:
 def by_name(
     units:Iterable, # of `Unit`
 )->dict:            # every name, also of tied layers -> `Unit`
-    "Units under all their names"
+    """Units under all their names
+
+    Parameters
+    ----------
+    units : Iterable
+        of `Unit`
+
+    Returns
+    -------
+    dict
+        every name, also of tied layers -> `Unit`
+    """
     return {name: unit for unit in units for name in unit.members}
 
 def check_types(
     layer_types, # a module class, or a tuple, list or set of them
 )->tuple:
-    "The classes as a tuple. Raises TypeError if they are none, ValueError if there are none"
+    """The classes as a tuple. Raises TypeError if they are none, ValueError if there are none
+
+    Parameters
+    ----------
+    layer_types
+        a module class, or a tuple, list or set of them
+
+    Returns
+    -------
+    tuple
+    """
     several = isinstance(layer_types, Iterable) and not isinstance(layer_types, type | str | nn.Module)
     kinds = tuple(layer_types) if several else (layer_types,)
     if not kinds: raise ValueError("layer_types is empty; leave it out for all layers")
@@ -334,7 +506,22 @@ def find_units(
     layers=None,      # names to keep; None: all
     layer_types=None, # a module class, or a tuple, list or set of them; None: all
 )->tuple:             # list of `Unit`, list of `(name, reason)`
-    "The units that were asked for. Raises KeyError for an unknown name, ValueError if nothing is left"
+    """The units that were asked for. Raises KeyError for an unknown name, ValueError if nothing is left
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    layers : default None
+        names to keep; None: all
+    layer_types : default None
+        a module class, or a tuple, list or set of them; None: all
+
+    Returns
+    -------
+    tuple
+        list of `Unit`, list of `(name, reason)`
+    """
     units, skipped = all_units(model)
     kinds = None if layer_types is None else check_types(layer_types)
     if kinds: units = [u for u in units if _is_one_of(u, kinds)]
@@ -352,7 +539,20 @@ def target_units(
     model:nn.Module, # model the targets are for
     targets:dict,    # layer name -> level
 )->dict:             # `Unit` -> level
-    "The units that `targets` name. Raises KeyError for a name that `model` lacks, ValueError if tied layers disagree"
+    """The units that `targets` name. Raises KeyError for a name that `model` lacks, ValueError if tied layers disagree
+
+    Parameters
+    ----------
+    model : nn.Module
+        model the targets are for
+    targets : dict
+        layer name -> level
+
+    Returns
+    -------
+    dict
+        `Unit` -> level
+    """
     units, _ = all_units(model)
     _units_called(model, units, targets)   # raises for an unknown one
     known, levels = by_name(units), {}
@@ -367,7 +567,18 @@ def target_units(
 def mean(self:LayerTargets,
     model, # model the targets are for
 )->float:  # in the targets' own unit
-    "Mean over the named weights, each layer weighted by its number of weights"
+    """Mean over the named weights, each layer weighted by its number of weights
+
+    Parameters
+    ----------
+    model
+        model the targets are for
+
+    Returns
+    -------
+    float
+        in the targets' own unit
+    """
     levels = target_units(model, self)
     if not levels: raise ValueError("there are no targets to take the mean of")
     sizes = {u: u.weight.numel() for u in levels}

@@ -14,7 +14,18 @@ from .saving import read_json, revive, write_json
 
 # %% ../../nbs/core/10_plans.ipynb #a381f768
 class LayerTargets(dict):
-    "Layer name -> how much to compress it, in `unit`"
+    """Layer name -> how much to compress it, in `unit`
+
+    Parameters
+    ----------
+    targets : default ()
+        mapping or pairs of layer name and level
+    unit : str|None, default None
+        "percent" (0..100) or "bits" (2..16); None: that of `targets`, else percent
+    method : str|None, default None
+        "sparsity", "pruning", ...: what they are for, and the only method that takes them; None: that
+        of `targets`, else any
+    """
     def __init__(self,
         targets=(),           # mapping or pairs of layer name and level
         unit:str|None=None,   # "percent" (0..100) or "bits" (2..16); None: that of `targets`, else percent
@@ -33,7 +44,15 @@ def check_method(
     targets,    # as the user gave them; plain dictionaries go with every method
     method:str, # that is to use them
 ):
-    "The targets. Raises ValueError if they are for another method"
+    """The targets. Raises ValueError if they are for another method
+
+    Parameters
+    ----------
+    targets
+        as the user gave them; plain dictionaries go with every method
+    method : str
+        that is to use them
+    """
     own = getattr(targets, "method", None)
     if own in (None, method): return targets
     make = scale_of(method).make_plan
@@ -43,7 +62,13 @@ def check_method(
 # %% ../../nbs/core/10_plans.ipynb #3d404119
 @patch
 def as_fractions(self:LayerTargets)->dict: # layer name -> 0..1
-    "What fasterai >= 0.4 and torch-pruning take. Raises ValueError for bits"
+    """What fasterai >= 0.4 and torch-pruning take. Raises ValueError for bits
+
+    Returns
+    -------
+    dict
+        layer name -> 0..1
+    """
     if self.unit != "percent": raise ValueError(f"only percent can be turned into fractions; these targets are in {self.unit}")
     return {k: v/100 for k, v in self.items()}
 
@@ -56,21 +81,53 @@ def as_dict(self:LayerTargets)->dict:
 def to_json(self:LayerTargets,
     path, # file to write
 ):
-    "Write targets, unit, method and whatever else they carry to a JSON file"
+    """Write targets, unit, method and whatever else they carry to a JSON file
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     write_json(path, "LayerTargets", self.as_dict())
 
 @patch(cls_method=True)
 def from_json(cls:LayerTargets,
     path, # file that `to_json` wrote
 )->LayerTargets:
-    "Read targets back, a `BitPlan` as one. Raises ValueError if the file holds other targets than were asked for"
+    """Read targets back, a `BitPlan` as one. Raises ValueError if the file holds other targets than were asked for
+
+    Parameters
+    ----------
+    path
+        file that `to_json` wrote
+
+    Returns
+    -------
+    LayerTargets
+    """
     found = read_json(path, "LayerTargets", as_targets)
     if not isinstance(found, cls): raise ValueError(f"{path} holds targets in {found.unit} with nothing beside them, not a {cls.__name__}")
     return found
 
 # %% ../../nbs/core/10_plans.ipynb #7455cad7
 class BitPlan(LayerTargets):
-    "Layer name -> bits, with what it was measured with and what to expect of it"
+    """Layer name -> bits, with what it was measured with and what to expect of it
+
+    Parameters
+    ----------
+    bits : default ()
+        mapping or pairs of layer name and bits, 2..16
+    size_bytes : default None
+        of the whole model under the plan; None: not known
+    predicted_metric : default None
+        what the model is expected to score; None: not known
+    metric_name : str, default ""
+        of which metric
+    settings : default ()
+        how layers are quantized: per_channel, group_size, symmetric, activations, ranges
+    weights : default ()
+        layer name -> number of weights when it was measured
+    """
     def __init__(self,
         bits=(),                # mapping or pairs of layer name and bits, 2..16
         *, size_bytes=None,     # of the whole model under the plan; None: not known
@@ -86,13 +143,46 @@ class BitPlan(LayerTargets):
 def as_targets(
     data:dict,      # what `as_dict` returned, perhaps through a file
 )->LayerTargets:    # a `BitPlan` if there is more in it than targets
-    "Targets from their plain dictionary"
+    """Targets from their plain dictionary
+
+    Parameters
+    ----------
+    data : dict
+        what `as_dict` returned, perhaps through a file
+
+    Returns
+    -------
+    LayerTargets
+        a `BitPlan` if there is more in it than targets
+    """
     more = {k: v for k, v in data.items() if k not in ("targets", "unit", "method")}   # files of before have no method
     return BitPlan(data["targets"], **revive(more)) if more else LayerTargets(data["targets"], data["unit"], data.get("method"))
 
 # %% ../../nbs/core/10_plans.ipynb #24d90424
 class Plan(dict):
-    "What to do with each layer: method name -> `LayerTargets`, in the order in which they are carried out"
+    """What to do with each layer: method name -> `LayerTargets`, in the order in which they are carried out
+
+    Parameters
+    ----------
+    targets : default ()
+        method name -> targets, or layer name -> level
+    costs : default ()
+        "params", "flops", "bytes", "latency" -> of the whole model under the plan
+    whole : default ()
+        the same of the untouched model
+    budgets : default ()
+        the most that was allowed
+    damage : default None
+        sum of the damages of all layers, each measured alone; of what the plan goes by
+    predicted_metric : default None
+        metric, if those damages added up
+    metric_name : str, default ""
+        of which metric
+    settings : default ()
+        method -> how it was measured
+    **by_method
+        the same as `targets`: sparsity=..., pruning=...
+    """
     def __init__(self,
         targets=(),            # method name -> targets, or layer name -> level
         *, costs=(),           # "params", "flops", "bytes", "latency" -> of the whole model under the plan
@@ -134,7 +224,19 @@ def as_targets_of(
     method:str, # name of a method
     targets,    # layer name -> level
 )->LayerTargets:
-    "Targets of this method, in its own kind. Raises ValueError if they are for another method, or make no sense for it"
+    """Targets of this method, in its own kind. Raises ValueError if they are for another method, or make no sense for it
+
+    Parameters
+    ----------
+    method : str
+        name of a method
+    targets
+        layer name -> level
+
+    Returns
+    -------
+    LayerTargets
+    """
     check_method(targets, method)
     kind = methods[method].targets_class
     if kind is None: return LayerTargets(targets, scales[methods[method].unit].unit, method)
@@ -178,7 +280,17 @@ def as_dict(self:Plan)->dict:
 def from_dict(cls:Plan,
     d:dict, # from `as_dict`
 )->Plan:
-    "The plan of a plain dictionary"
+    """The plan of a plain dictionary
+
+    Parameters
+    ----------
+    d : dict
+        from `as_dict`
+
+    Returns
+    -------
+    Plan
+    """
     of_before = {name: d[name] for name in methods if name in d}   # files of before have the methods beside the costs
     saved = d.get("targets") or of_before
     given = {}
@@ -191,12 +303,28 @@ def from_dict(cls:Plan,
 def to_json(self:Plan,
     path, # file to write
 ):
-    "Write everything to a JSON file"
+    """Write everything to a JSON file
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     write_json(path, "Plan", self.as_dict())
 
 @patch(cls_method=True)
 def from_json(cls:Plan,
     path, # file that `to_json` wrote
 )->Plan:
-    "Read a plan back, equal to the one that was saved"
+    """Read a plan back, equal to the one that was saved
+
+    Parameters
+    ----------
+    path
+        file that `to_json` wrote
+
+    Returns
+    -------
+    Plan
+    """
     return read_json(path, "Plan", lambda d: cls.from_dict(revive(d)))

@@ -22,7 +22,17 @@ def _drawn(total:int):
 
 # %% ../../nbs/core/00_progress.ipynb #4aeb5df8
 class Bar:
-    "A bar that appears once it has been at work for `patience` seconds"
+    """A bar that appears once it has been at work for `patience` seconds
+
+    Parameters
+    ----------
+    total : int
+        steps, about
+    verbose : bool
+        False: it never appears
+    text : str
+        what is being done
+    """
     def __init__(self,
         total:int,    # steps, about
         verbose:bool, # False: it never appears
@@ -38,14 +48,26 @@ class Bar:
     def __call__(self,
         text:str="", # what was done; empty: as before
     ):
-        "Go on by a step"
+        """Go on by a step
+
+        Parameters
+        ----------
+        text : str, default ""
+            what was done; empty: as before
+        """
         self.done = min(self.done + 1, self.total)
         if text: self.text = text
         report(self.text)
     def show(self,
         text:str, # to stand behind the bar
     ):
-        "Appear, if it is time, and say how far things are"
+        """Appear, if it is time, and say how far things are
+
+        Parameters
+        ----------
+        text : str
+            to stand behind the bar
+        """
         spent = perf_counter() - self.start
         if spent < patience or spent - self.last < .2: return
         self.last = spent
@@ -63,7 +85,13 @@ class Bar:
 def report(
     text:str, # what is being done
 ):
-    "Say it behind the outermost bar at work, if there is one"
+    """Say it behind the outermost bar at work, if there is one
+
+    Parameters
+    ----------
+    text : str
+        what is being done
+    """
     if not _open: return
     if all(bar.verbose for bar in _open): _open[0].show(text)
 
@@ -74,7 +102,21 @@ def slow_bar(
     verbose:bool=True, # False: no bar for all the work in the block
     text:str="",       # what is being done
 ):                     # `Bar`, to be called after each step
-    "Around work that may be long. Inside another `slow_bar` it shows there, or not at all"
+    """Around work that may be long. Inside another `slow_bar` it shows there, or not at all
+
+    Parameters
+    ----------
+    total : int, default 1
+        steps, about
+    verbose : bool, default True
+        False: no bar for all the work in the block
+    text : str, default ""
+        what is being done
+
+    Yields
+    ------
+    `Bar`, to be called after each step
+    """
     bar = Bar(total, verbose, text)
     _open.append(bar)
     try: yield bar

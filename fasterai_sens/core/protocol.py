@@ -25,7 +25,18 @@ offered = "model", "units", "sample", "criteria", "calibration_data"   # to `con
 def named(
     f:Callable, # any function
 )->list:        # of str
-    "The parameters that `f` takes by name"
+    """The parameters that `f` takes by name
+
+    Parameters
+    ----------
+    f : Callable
+        any function
+
+    Returns
+    -------
+    list
+        of str
+    """
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return [name for name, p in inspect.signature(f).parameters.items() if p.kind in kinds]
 
@@ -33,7 +44,19 @@ def taken(
     f:Callable, # any function
     given:dict, # name -> value
 )->dict:
-    "Those of `given` that `f` takes: all of them if it has `**`"
+    """Those of `given` that `f` takes: all of them if it has `**`
+
+    Parameters
+    ----------
+    f : Callable
+        any function
+    given : dict
+        name -> value
+
+    Returns
+    -------
+    dict
+    """
     kinds = [p.kind for p in inspect.signature(f).parameters.values()]
     if inspect.Parameter.VAR_KEYWORD in kinds: return dict(given)
     return {name: value for name, value in given.items() if name in named(f)}
@@ -57,15 +80,44 @@ class Perturbation:
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
     @classmethod
     def default_levels(cls, **options)->tuple:
-        "The levels meant by `levels=None` in a sweep"
+        """The levels meant by `levels=None` in a sweep
+
+        Parameters
+        ----------
+        **options
+
+        Returns
+        -------
+        tuple
+        """
         return 25, 50, 75, 90
     @classmethod
     def find_units(cls, model, units, sample)->list:
-        "What is compressed together, given the layers that were asked for: by default each of them alone"
+        """What is compressed together, given the layers that were asked for: by default each of them alone
+
+        Parameters
+        ----------
+        model
+        units
+        sample
+
+        Returns
+        -------
+        list
+        """
         return units
     @classmethod
     def configure(cls, **offered)->Callable:
-        "Prepare once for a whole analysis; returns level -> perturbation. What it takes by name beside what is `offered` to all are the options of the method"
+        """Prepare once for a whole analysis; returns level -> perturbation. What it takes by name beside what is `offered` to all are the options of the method
+
+        Parameters
+        ----------
+        **offered
+
+        Returns
+        -------
+        Callable
+        """
         return cls
     @classmethod
     def option_names(cls)->list:
@@ -80,17 +132,38 @@ class Perturbation:
         "What was chosen beside the level, in plain data, kept with the result"
         return {}
     def refusal(self, unit)->str|None:
-        "Why `unit` cannot be compressed like this, or None"
+        """Why `unit` cannot be compressed like this, or None
+
+        Parameters
+        ----------
+        unit
+
+        Returns
+        -------
+        str|None
+        """
         return None
     def change(self, model, unit):
-        "Compress `unit` of `model` in place; what it writes to is in `unit.tensors`, anything else is undone anyway"
+        """Compress `unit` of `model` in place; what it writes to is in `unit.tensors`, anything else is undone anyway
+
+        Parameters
+        ----------
+        model
+        unit
+        """
         raise NotImplementedError(f"{type(self).__name__} must say how it changes a unit")
 
 # %% ../../nbs/core/06_protocol.ipynb #0d88d324
 @patch
 @contextmanager
 def __call__(self:Perturbation, model, unit):
-    "Compress `unit` inside the block, and leave no trace after it"
+    """Compress `unit` inside the block, and leave no trace after it
+
+    Parameters
+    ----------
+    model
+    unit
+    """
     with leave_no_trace(model, unit.tensors):
         self.change(model, unit)
         forget_casts()
@@ -99,7 +172,16 @@ def __call__(self:Perturbation, model, unit):
 # %% ../../nbs/core/06_protocol.ipynb #8fa56046
 @patch(cls_method=True)
 def options_from(cls:Perturbation, settings)->dict:
-    "The options with which something was measured, from the settings in its result"
+    """The options with which something was measured, from the settings in its result
+
+    Parameters
+    ----------
+    settings
+
+    Returns
+    -------
+    dict
+    """
     return {name: settings[name] for name in cls.option_names() if name in settings}
 
 @patch(cls_method=True)
@@ -109,29 +191,76 @@ def in_plans(cls:Perturbation)->type:
 
 @patch(cls_method=True)
 def unprepared(cls:Perturbation, **options)->Callable:
-    "level -> perturbation that knows its options and nothing of the data: enough for what a level saves"
+    """level -> perturbation that knows its options and nothing of the data: enough for what a level saves
+
+    Parameters
+    ----------
+    **options
+
+    Returns
+    -------
+    Callable
+    """
     known = getattr(cls, "__dataclass_fields__", {})
     return partial(cls, **{name: value for name, value in options.items() if name in known})
 
 @patch(cls_method=True)
 def plain_targets(cls:Perturbation, levels, settings):
-    "Targets, with how the method was measured where they can keep it"
+    """Targets, with how the method was measured where they can keep it
+
+    Parameters
+    ----------
+    levels
+    settings
+    """
     return levels
 
 @patch(cls_method=True)
 def needs_inputs(cls:Perturbation, settings)->str|None:
-    "An option that goes by the number of inputs of a layer, in words; None if there is none"
+    """An option that goes by the number of inputs of a layer, in words; None if there is none
+
+    Parameters
+    ----------
+    settings
+
+    Returns
+    -------
+    str|None
+    """
     return None
 
 @patch(cls_method=True)
 def prepares_late(cls:Perturbation, **options)->bool:
-    "Whether `configure` has to see the model as it is when this method's turn comes"
+    """Whether `configure` has to see the model as it is when this method's turn comes
+
+    Parameters
+    ----------
+    **options
+
+    Returns
+    -------
+    bool
+    """
     return False
 
 # %% ../../nbs/core/06_protocol.ipynb #e6111f4b
 @dataclass(frozen=True)
 class Footprint:
-    "What a layer takes"
+    """What a layer takes
+
+    Parameters
+    ----------
+    n_weights : int
+        numbers that are stored
+    bits : float
+        of each
+    n_zeros : int, default 0
+        of the weights; they are stored, or left out with a bit map
+    extra_bytes : int, default 0
+        beside the weights: scales, zero points
+    biases_gone : int, default 0
+        biases that went with their filters
+    """
     n_weights:int    # numbers that are stored
     bits:float       # of each
     n_zeros:int=0    # of the weights; they are stored, or left out with a bit map
@@ -151,7 +280,21 @@ def shrink(self:Perturbation,
     footprint:Footprint, # of the unit before
     n_biases:int=0,      # how many biases go with its filters
 )->Footprint:
-    "What the unit takes at this level. Raises NotImplementedError if the method does not say"
+    """What the unit takes at this level. Raises NotImplementedError if the method does not say
+
+    Parameters
+    ----------
+    unit
+        its `name`, `weight` and `filters` are as they are now; the numbers may be missing
+    footprint : Footprint
+        of the unit before
+    n_biases : int, default 0
+        how many biases go with its filters
+
+    Returns
+    -------
+    Footprint
+    """
     raise NotImplementedError(f"what a level of {self.method_name} saves is not known: {type(self).__name__} has no shrink")
 
 # %% ../../nbs/core/06_protocol.ipynb #2e17b630
@@ -160,7 +303,18 @@ methods = {}   # name -> class, in the order in which they came
 def method(
     name:str, # what users pass as `compression`
 )->Callable:  # class decorator
-    "Enter a `Perturbation` class into the table of `methods`"
+    """Enter a `Perturbation` class into the table of `methods`
+
+    Parameters
+    ----------
+    name : str
+        what users pass as `compression`
+
+    Returns
+    -------
+    Callable
+        class decorator
+    """
     def enter(cls):
         methods[name], cls.method_name = cls, name
         return cls
@@ -169,13 +323,34 @@ def method(
 def in_turn(
     names=None, # of methods; None: all there are
 )->list:        # of str
-    "The methods in the order in which a plan carries them out"
+    """The methods in the order in which a plan carries them out
+
+    Parameters
+    ----------
+    names : default None
+        of methods; None: all there are
+
+    Returns
+    -------
+    list
+        of str
+    """
     names = list(methods if names is None else names)
     return sorted(names, key=lambda name: methods[name].turn)
 
 def scale_of(
     name:str, # of a method
 )->Scale:
-    "In what the levels of a method are counted; if the method is not there any more, percent"
+    """In what the levels of a method are counted; if the method is not there any more, percent
+
+    Parameters
+    ----------
+    name : str
+        of a method
+
+    Returns
+    -------
+    Scale
+    """
     if name not in methods: return scales["percent"]
     return scales[methods[name].unit]

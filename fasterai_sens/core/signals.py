@@ -29,7 +29,18 @@ _blocks = contextlib.__file__, warnings.__file__   # Python's own context manage
 def uncut(
     f:Callable, # a Python function
 )->Callable:    # the same
-    "No signal is handled while `f` runs, in the block of a `PutBack`"
+    """No signal is handled while `f` runs, in the block of a `PutBack`
+
+    Parameters
+    ----------
+    f : Callable
+        a Python function
+
+    Returns
+    -------
+    Callable
+        the same
+    """
     _uncut.add(f.__code__)
     return f
 
@@ -38,7 +49,17 @@ def in_the_middle(
 )->bool:
     """Whether an exception at this point would leave something half done
 
-    That is so in an `uncut` function, and at the entry to or exit from a block of PyTorch's or Python's own."""
+    That is so in an `uncut` function, and at the entry to or exit from a block of PyTorch's or Python's own.
+
+    Parameters
+    ----------
+    frame : FrameType|None
+        what the main thread is doing
+
+    Returns
+    -------
+    bool
+    """
     f, found = frame, False
     while f and not found and f.f_code.co_filename.startswith((_torch_folder, *_blocks)):
         code = f.f_code
@@ -66,7 +87,13 @@ def _wait(signum:int):
     _thread.start_new_thread(_send_again, (signum,))
 
 class Later:
-    "The handler of a signal, called only where it may be"
+    """The handler of a signal, called only where it may be
+
+    Parameters
+    ----------
+    handler : Callable
+        the one that was there, a function of signal number and frame
+    """
     def __init__(self,
         handler:Callable, # the one that was there, a function of signal number and frame
     ): self.handler = handler
@@ -80,7 +107,13 @@ _names = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUS
 _signals = [getattr(signal, name) for name in _names if hasattr(signal, name)]   # not every system has all
 
 def hold_signals()->list: # numbers of those that wait from now on
-    "Let the handlers that there are wait while something is half done"
+    """Let the handlers that there are wait while something is half done
+
+    Returns
+    -------
+    list
+        numbers of those that wait from now on
+    """
     held = []
     if threading.current_thread() is not threading.main_thread(): return held
     with ExitStack() as undo:
@@ -96,7 +129,13 @@ def hold_signals()->list: # numbers of those that wait from now on
 def release_signals(
     held:list, # from `hold_signals`
 ):
-    "Put the handlers back; a signal that waits is handled now"
+    """Put the handlers back; a signal that waits is handled now
+
+    Parameters
+    ----------
+    held : list
+        from `hold_signals`
+    """
     if not held: return
     due = list(_waiting)
     _waiting.clear()
@@ -117,7 +156,13 @@ def _let_go(held:list):
 class PutBack:
     """In the block anything may change; at its end all that the functions remembered is put back
 
-    That holds whatever was raised, and no signal comes between."""
+    That holds whatever was raised, and no signal comes between.
+
+    Parameters
+    ----------
+    *remember : Callable
+        each remembers something, and returns a function that puts it back
+    """
     def __init__(self,
         *remember:Callable, # each remembers something, and returns a function that puts it back
     ): self.remember = remember
@@ -139,7 +184,13 @@ class PutBack:
 
 # %% ../../nbs/core/03_signals.ipynb #b05626a3
 class PutBackOnError(PutBack):
-    "The same, but only if the block raises or a signal comes; else what the block did stays"
+    """The same, but only if the block raises or a signal comes; else what the block did stays
+
+    Parameters
+    ----------
+    *remember : Callable
+        each remembers something, and returns a function that puts it back
+    """
     @uncut
     def __exit__(self, kind, *_):
         "Put back if there was an error, or if a signal has waited"
@@ -153,13 +204,30 @@ class PutBackOnError(PutBack):
 
 # %% ../../nbs/core/03_signals.ipynb #5062dc3f
 def keep_switches()->Callable: # call it to put it back
-    "Remember whether gradients are taken"
+    """Remember whether gradients are taken
+
+    Returns
+    -------
+    Callable
+        call it to put it back
+    """
     return partial(torch.set_grad_enabled, torch.is_grad_enabled())
 
 def under(
     *modes:Callable, # each returns a context manager of PyTorch's
 )->Callable:         # decorator
-    "Run a function under these modes, and leave them even if a signal comes meanwhile"
+    """Run a function under these modes, and leave them even if a signal comes meanwhile
+
+    Parameters
+    ----------
+    *modes : Callable
+        each returns a context manager of PyTorch's
+
+    Returns
+    -------
+    Callable
+        decorator
+    """
     def decorate(f):
         @wraps(f)
         def run(*args, **kwargs):

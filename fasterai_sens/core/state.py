@@ -21,7 +21,13 @@ from .signals import PutBack, keep_switches, uncut
 def check_changeable(
     model:nn.Module, # any model
 ):
-    "Raises ValueError for a model whose parameters were made under `inference_mode`"
+    """Raises ValueError for a model whose parameters were made under `inference_mode`
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    """
     stuck = [n for n, p in model.named_parameters() if p.is_inference()]
     if not stuck: return
     first = ", ".join(stuck[:3])
@@ -35,7 +41,18 @@ def check_changeable(
 def storage_of(
     t:Tensor, # of any kind
 )->int:       # equal for tensors over the same memory
-    "Where the numbers of `t` are"
+    """Where the numbers of `t` are
+
+    Parameters
+    ----------
+    t : Tensor
+        of any kind
+
+    Returns
+    -------
+    int
+        equal for tensors over the same memory
+    """
     if hasattr(t, "__tensor_flatten__") or t.layout != torch.strided: return id(t)
     return t.untyped_storage().data_ptr()
 
@@ -57,7 +74,20 @@ def keep_model(
     model:nn.Module, # any model
     weights=None,    # parameters whose numbers are copied; None: all
 )->Callable:         # call it to put everything back
-    "Remember all of `model`, and set its gradients aside. Raises ValueError as `check_changeable` does"
+    """Remember all of `model`, and set its gradients aside. Raises ValueError as `check_changeable` does
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    weights : default None
+        parameters whose numbers are copied; None: all
+
+    Returns
+    -------
+    Callable
+        call it to put everything back
+    """
     params, buffers = list(model.parameters()), list(model.buffers())
     held = held_by(model.modules())
     if any(p.is_inference() for p in params): check_changeable(model)
@@ -73,7 +103,13 @@ def keep_model(
 
 # %% ../../nbs/core/04_state.ipynb #b63027ab
 def keep_generators()->Callable: # call it to put them back
-    "Remember the states of the global random generators"
+    """Remember the states of the global random generators
+
+    Returns
+    -------
+    Callable
+        call it to put them back
+    """
     return partial(set_rng_state, rng_state())
 
 class leave_no_trace(PutBack):
@@ -83,7 +119,15 @@ class leave_no_trace(PutBack):
     containers, plain tensors, arrays, dataclasses and namespaces. Other objects stay the same ones; what is in them
     is not looked at. Containers of over 10,000 entries get back their entries, unseen.
 
-    Raises ValueError for a model made under `inference_mode`."""
+    Raises ValueError for a model made under `inference_mode`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        model that may be changed in any way inside the block
+    weights : default None
+        parameters whose numbers are copied; None: all. The others must not change in the block
+    """
     def __init__(self,
         model:nn.Module, # model that may be changed in any way inside the block
         weights=None,    # parameters whose numbers are copied; None: all. The others must not change in the block

@@ -41,7 +41,32 @@ def _same_device(
 
 # %% ../../nbs/measure/08_analyzer.ipynb #1fc6ec9a
 class SensitivityAnalyzer:
-    "Measures how sensitive each layer of a model is to compression"
+    """Measures how sensitive each layer of a model is to compression
+
+    Parameters
+    ----------
+    model : nn.Module
+        trained model; comes back bit for bit from every call
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    eval_fn : Callable
+        model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences,
+        tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective).
+        Or data of a classifier, a DataLoader or a pair (inputs, targets): accuracy, with KL divergence
+        as objective
+    criteria : default large_final
+        which weights matter: a `Criterion`, or a function from weight to scores
+    higher_is_better : bool, default True
+        direction of the metric
+    metric_name : str, default "accuracy"
+        for display
+    objective_name : str, default "objective"
+        for display: what the second of a pair is, lower is better
+    device : default None
+        move sample and calibration data there; must be where the model is
+    calibration_data : default None
+        tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
+    """
     def __init__(self,
         model:nn.Module,     # trained model; comes back bit for bit from every call
         sample,              # example input: a tensor, a tuple, or a dict of keyword inputs
@@ -76,7 +101,18 @@ class SensitivityAnalyzer:
 def find_method(
     compression, # a name, or a `Perturbation`
 )->tuple:        # name for results, class
-    "The method that is meant. Raises ValueError for an unknown name"
+    """The method that is meant. Raises ValueError for an unknown name
+
+    Parameters
+    ----------
+    compression
+        a name, or a `Perturbation`
+
+    Returns
+    -------
+    tuple
+        name for results, class
+    """
     if isinstance(compression, Perturbation):
         return compression.method_name or type(compression).__name__, type(compression)
     if isinstance(compression, str) and compression in methods: return compression, methods[compression]
@@ -91,7 +127,20 @@ def given_options(
     compression,  # a name, or a `Perturbation`
     options:dict, # name -> value; None: not given
 )->dict:          # those given
-    "Raises TypeError for an option that the method does not take"
+    """Raises TypeError for an option that the method does not take
+
+    Parameters
+    ----------
+    compression
+        a name, or a `Perturbation`
+    options : dict
+        name -> value; None: not given
+
+    Returns
+    -------
+    dict
+        those given
+    """
     name, cls = find_method(compression)
     given = {option: value for option, value in options.items() if value is not None}
     if given and isinstance(compression, Perturbation):
@@ -103,7 +152,13 @@ def given_options(
 def check_criteria(
     compression, # a name, or a `Perturbation`
 ):
-    "Raises TypeError for a method that takes no criteria"
+    """Raises TypeError for a method that takes no criteria
+
+    Parameters
+    ----------
+    compression
+        a name, or a `Perturbation`
+    """
     name, cls = find_method(compression)
     if isinstance(compression, Perturbation):
         raise TypeError(f"{compression} has its options already; leave criteria out, or pass {name!r}")
@@ -213,7 +268,40 @@ def analyze(self:SensitivityAnalyzer,
     """Compress one layer at a time and measure
 
     Raises ValueError for a level of the wrong unit, KeyError for an unknown layer, TypeError for an option that the
-    method does not take."""
+    method does not take.
+
+    Parameters
+    ----------
+    compression : default "sparsity"
+        "sparsity", "pruning", "quantization", or a `Perturbation`
+    level : default None
+        percent, or bits for quantization; None: 50 % or 8 bits
+    granularity : default None
+        sparsity: block size, or an n:m pattern such as "2:4"; None: "weight"
+    layers : default None
+        names of layers; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    quant_per_channel : default None
+        quantization: a scale for each output channel, or one for the layer; None: True
+    quant_activations : default None
+        quantization: also its activations, "output" (or True), "input" or "both"; None: False
+    quant_group_size : default None
+        quantization: a scale for each so many weights of an output channel; None: no groups
+    quant_ranges : default None
+        ranges of activations: "minmax", "moving_average", "percentile", "mse", or a function that
+        returns an observer; None: "minmax"
+    quant_symmetric : default None
+        quantization: a range around zero, or one that just holds the weights; None: True
+    verbose : default True
+        show a progress bar
+    **options
+        of a method of your own
+
+    Returns
+    -------
+    SensitivityResult
+    """
     options |= dict(
         granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
         quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric
@@ -244,7 +332,44 @@ def sweep(self:SensitivityAnalyzer,
 )->SweepResult:
     """`analyze` at several levels, with one evaluation of the baseline
 
-    Measured mildest first, returned in the order of `levels` (of a dict mildest first). Raises as `analyze` does."""
+    Measured mildest first, returned in the order of `levels` (of a dict mildest first). Raises as `analyze` does.
+
+    Parameters
+    ----------
+    compression : default "sparsity"
+        "sparsity", "pruning", "quantization"
+    levels : default None
+        list of percent or bits; None: 25, 50, 75, 90 percent or 8, 6, 4, 3, 2 bits; a dict from layer
+        name to such a list measures those layers only
+    early_stop_mode : default None
+        "minimize", "maximize", "dropped" or "raised": leave out the harsher levels of a layer
+    early_stop_value : default None
+        below, above, fallen by or risen by more than this
+    granularity : default None
+        this and all further options: as in `analyze`
+    layers : default None
+        names of layers; None: all, or those that `levels` names
+    layer_types : default None
+        a module class, or several in a list; None: all
+    quant_per_channel : default None
+        quantization: a scale for each output channel, or one for the layer
+    quant_activations : default None
+        quantization: also its activations
+    quant_group_size : default None
+        quantization: a scale for each so many weights of an output channel
+    quant_ranges : default None
+        ranges of activations
+    quant_symmetric : default None
+        quantization: a range around zero, or one that just holds the weights
+    verbose : default True
+        show a progress bar
+    **options
+        of a method of your own
+
+    Returns
+    -------
+    SweepResult
+    """
     if isinstance(levels, Mapping):
         if layers is not None: raise ValueError("levels names the layers already; leave layers out")
         if not levels: raise ValueError("levels is empty")
@@ -282,7 +407,46 @@ def analyze_sensitivity(
 )->SensitivityResult:
     """Sensitivity of every layer of `model` to one compression
 
-    Raises as `analyze` does, and TypeError for criteria that the method does not take."""
+    Raises as `analyze` does, and TypeError for criteria that the method does not take.
+
+    Parameters
+    ----------
+    model : nn.Module
+        trained model; comes back bit for bit
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    eval_fn : Callable
+        model -> metric: number, 0-d tensor, or 1-D tensor of per-sample scores (of tokens `[sequences,
+        tokens]`, or a list with a tensor for each sequence); or a pair of those, (metric, objective).
+        Or data of a classifier, a DataLoader or a pair (inputs, targets): accuracy, with KL divergence
+        as objective
+    compression : default "sparsity"
+        "sparsity", "pruning", "quantization", or a `Perturbation`
+    level : default None
+        percent, or bits for quantization; None: 50 % or 8 bits
+    criteria : default None
+        which weights matter; None: `large_final`
+    higher_is_better : default True
+        direction of the metric
+    metric_name : default "accuracy"
+        for display
+    objective_name : default "objective"
+        for display
+    granularity : default None
+        sparsity: block size, or an n:m pattern; None: "weight"
+    verbose : default True
+        show a progress bar
+    device : default None
+        move sample and calibration data there; must be where the model is
+    calibration_data : default None
+        tensor, list of batches or DataLoader; for wanda, taylor and activation ranges
+    **analyze_kwargs
+        further options of `SensitivityAnalyzer.analyze`
+
+    Returns
+    -------
+    SensitivityResult
+    """
     if criteria is None: criteria = large_final
     else: check_criteria(compression)
     analyzer = SensitivityAnalyzer(
@@ -314,7 +478,34 @@ def from_learner(cls:SensitivityAnalyzer,
     """An analyzer for the model, data, metric and loss of a `Learner`
 
     Raises ValueError or TypeError for an objective that is none of these, and ValueError for a metric whose direction
-    its name does not tell."""
+    its name does not tell.
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    metric : default None
+        function of predictions and targets, or fastai metric; None: the first of the learner
+    objective : default "auto"
+        what plans go by: "loss" (the learner's), "kl", a function of predictions and targets (lower is
+        better), None; or "auto": "kl" for a classifier, else "loss"
+    dl : default None
+        data to evaluate on; None: the validation set
+    higher_is_better : default None
+        direction of the metric; None: as its name says, see `falls`
+    metric_name : default None
+        for display; None: the metric's own
+    objective_name : default None
+        for display; None: the objective's own
+    criteria : default large_final
+        which weights matter
+    calibration_data : default None
+        None: the first batches of the training set, fetched when needed
+
+    Returns
+    -------
+    SensitivityAnalyzer
+    """
     own_name, _ = learner_metric(learn, metric)
     if objective == "auto": objective = default_objective(learn)
     eval_fn = learner_eval(learn, metric, dl, objective)

@@ -25,14 +25,28 @@ from .objectives import class_axis, kl_divergence
 def plain_tensor(
     x, # a tensor, or anything else, which is returned as it is
 ):
-    "Without fastai's subclass, which `vmap` does not know"
+    """Without fastai's subclass, which `vmap` does not know
+
+    Parameters
+    ----------
+    x
+        a tensor, or anything else, which is returned as it is
+    """
     return x.as_subclass(Tensor) if isinstance(x, Tensor) else x
 
 def refuse(
     got:str,   # what came
     write:str, # a metric that would do
 ):
-    "Raises ValueError: this is no classification"
+    """Raises ValueError: this is no classification
+
+    Parameters
+    ----------
+    got : str
+        what came
+    write : str
+        a metric that would do
+    """
     raise ValueError(f"data as eval_fn means the accuracy of a classifier, and {got}; "
                      f"write eval_fn=evaluation(data, {write}) instead")
 
@@ -62,7 +76,19 @@ def class_numbers(
     logits:Tensor, # `[n, classes, ...]`
     targs,         # class numbers, or probabilities shaped like the logits
 ):                 # class numbers
-    "Targets of a classifier. Raises ValueError if they, or the outputs, are those of something else"
+    """Targets of a classifier. Raises ValueError if they, or the outputs, are those of something else
+
+    Parameters
+    ----------
+    logits : Tensor
+        `[n, classes, ...]`
+    targs
+        class numbers, or probabilities shaped like the logits
+
+    Returns
+    -------
+    class numbers
+    """
     if not isinstance(logits, Tensor):
         refuse(f"the model returns {type(logits).__name__}", "lambda out, y: out[0].argmax(1) == y")
     if not isinstance(targs, Tensor):
@@ -87,6 +113,15 @@ def shifts(
     """Whether the model predicts the next token, so that its targets come one place later
 
     That is a causal language model of Hugging Face, known by the name of its class.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    bool
     """
     model = getattr(model, "_orig_mod", model)   # of a compiled model the original
     names = [cls.__name__ for cls in type(model).__mro__]
@@ -122,6 +157,20 @@ def classified(
 
     Log-probabilities `[n, classes, places]`, class numbers `[n, places]`, bools that say where they count, and
     whether places are tokens. Raises ValueError for anything but classification.
+
+    Parameters
+    ----------
+    model : nn.Module
+        that made the outputs
+    out
+        what it returned for a batch
+    targs
+        what came with the batch
+
+    Returns
+    -------
+    tuple
+        see the last line
     """
     logits, targs = _logits_and_classes(out, targs)
     if targs.dim() == 2 and shifts(model): logits, targs = logits[:, :, :-1], targs[:, 1:]
@@ -140,7 +189,13 @@ def classified(
 def same_draws(
     data, # a DataLoader, or batches
 ):
-    "The generator with which a PyTorch DataLoader shuffles is as before after the block"
+    """The generator with which a PyTorch DataLoader shuffles is as before after the block
+
+    Parameters
+    ----------
+    data
+        a DataLoader, or batches
+    """
     sources = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
     found = [getattr(source, "generator", None) for source in sources]
     generators = [g for g in found if isinstance(g, torch.Generator)]
@@ -160,7 +215,17 @@ def _mark(t:Tensor)->tuple:
 def checksum(
     x, # inputs and targets of a batch
 )->tuple:
-    "Numbers that are the same only for the same tensors in the same order"
+    """Numbers that are the same only for the same tensors in the same order
+
+    Parameters
+    ----------
+    x
+        inputs and targets of a batch
+
+    Returns
+    -------
+    tuple
+    """
     marks = []
     for t in tensors_in(x):
         if t.layout == torch.strided and not t.is_complex(): marks.append(_mark(t))
@@ -172,6 +237,15 @@ class ClassifierData:
 
     It gives whether each sample is right, and how far its distribution over classes is from that of the
     untouched model.
+
+    Parameters
+    ----------
+    data
+        DataLoader, list of batches, or one batch: a pair (inputs, targets), or a dict with labels
+    sample : default None
+        one example input, where the model takes several
+    name : default "eval_fn"
+        what the user calls it
     """
     def __init__(self,
         data,        # DataLoader, list of batches, or one batch: a pair (inputs, targets), or a dict with labels
@@ -204,7 +278,18 @@ def _split(self:ClassifierData, batch)->tuple:
 def pair(self:ClassifierData,
     batch, # what the data gives
 )->tuple:  # inputs, targets
-    "A batch as inputs and targets. Raises ValueError if there are no targets"
+    """A batch as inputs and targets. Raises ValueError if there are no targets
+
+    Parameters
+    ----------
+    batch
+        what the data gives
+
+    Returns
+    -------
+    tuple
+        inputs, targets
+    """
     x, y = self._split(batch)
     if y is None:
         got = type(batch).__name__
@@ -218,7 +303,13 @@ def pair(self:ClassifierData,
 def batches(self:ClassifierData,
     device, # to put them on
 ):
-    "Inputs and targets, in the same order each time. Raises ValueError if they are not, or if there are none"
+    """Inputs and targets, in the same order each time. Raises ValueError if they are not, or if there are none
+
+    Parameters
+    ----------
+    device
+        to put them on
+    """
     is_of_fastai = hasattr(self.data, "rng")
     loader = FirstBatches(self.data, None) if is_of_fastai else self.data
     marks = []
@@ -264,7 +355,18 @@ def _each_where(
 def __call__(self:ClassifierData,
     model:nn.Module, # evaluated in eval mode, without gradients; comes back as it was
 )->tuple:            # whether each sample is right, `[n]`, or a list of vectors for sequences; divergences, `[n]`
-    "Accuracy and divergence in nats from the untouched model, sample by sample"
+    """Accuracy and divergence in nats from the untouched model, sample by sample
+
+    Parameters
+    ----------
+    model : nn.Module
+        evaluated in eval mode, without gradients; comes back as it was
+
+    Returns
+    -------
+    tuple
+        whether each sample is right, `[n]`, or a list of vectors for sequences; divergences, `[n]`
+    """
     right, away, seen = [], [], []
     device = next((p.device for p in model.parameters()), None)
     with leave_no_trace(model, weights=()), torch.no_grad():
@@ -321,6 +423,23 @@ def as_eval_fn(
 
     Raises TypeError for anything that is neither a function nor data. Raises ValueError for data that is empty,
     can be read only once, or comes with the wrong direction.
+
+    Parameters
+    ----------
+    eval_fn
+        function of the model; or data of a classifier: a DataLoader, batches, or a pair (inputs,
+        targets)
+    name : default "eval_fn"
+        what the user calls it
+    sample : default None
+        one example input, where the model takes several
+    higher_is_better : default True
+        direction that the user gave; data means accuracy, of which more is better
+
+    Returns
+    -------
+    Callable
+        model -> scores
     """
     _check_not_of_fastai(eval_fn, name)
     if callable(eval_fn): return eval_fn

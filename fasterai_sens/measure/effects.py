@@ -31,7 +31,20 @@ def answer(
     model:nn.Module, # comes back as it was
     sample,          # one example input
 )->list:             # of tensors
-    "Everything that `model` returns on `sample` in eval mode"
+    """Everything that `model` returns on `sample` in eval mode
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    sample
+        one example input
+
+    Returns
+    -------
+    list
+        of tensors
+    """
     with leave_no_trace(model, weights=()):
         output = call(model.eval(), sample)
         return [t.detach().clone() for t in tensors_in(output)]
@@ -53,7 +66,19 @@ def same_answer(
     a:list, # from `answer`
     b:list, # the same
 )->bool:
-    "Whether two answers are equal to the bit; NaN equals NaN"
+    """Whether two answers are equal to the bit; NaN equals NaN
+
+    Parameters
+    ----------
+    a : list
+        from `answer`
+    b : list
+        the same
+
+    Returns
+    -------
+    bool
+    """
     first, second = _all_bytes(a), _all_bytes(b)
     if len(first) != len(second): return False
     return all(map(torch.equal, first, second))
@@ -62,7 +87,17 @@ def same_answer(
 def is_telling(
     answer:list, # of tensors
 )->bool:
-    "Whether there are fractions in it, in which a small change shows; classes, zeros and ones can be equal by chance"
+    """Whether there are fractions in it, in which a small change shows; classes, zeros and ones can be equal by chance
+
+    Parameters
+    ----------
+    answer : list
+        of tensors
+
+    Returns
+    -------
+    bool
+    """
     for t in answer:
         if not t.is_floating_point(): continue
         fractions = t.isfinite() & (t != t.round())
@@ -84,7 +119,15 @@ def shaken(
     model:nn.Module, # comes back as it was
     chosen:set,      # of its parameters
 ):
-    "In the block, the parameters that were chosen are noise: each always the same, whatever else is noise"
+    """In the block, the parameters that were chosen are noise: each always the same, whatever else is noise
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    chosen : set
+        of its parameters
+    """
     with leave_no_trace(model, list(chosen)):
         for name, p in model.named_parameters():
             if p not in chosen: continue
@@ -98,7 +141,22 @@ def answer_shaken(
     sample,          # one example input
     chosen:set,      # of its parameters
 )->list|None:        # of tensors; None if the model does not run like this
-    "What `model` returns on `sample` with noise for the parameters that were chosen"
+    """What `model` returns on `sample` with noise for the parameters that were chosen
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    sample
+        one example input
+    chosen : set
+        of its parameters
+
+    Returns
+    -------
+    list|None
+        of tensors; None if the model does not run like this
+    """
     try:
         with shaken(model, chosen): return answer(model, sample)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError):
@@ -108,7 +166,18 @@ def answer_shaken(
 def compiled_part(
     model:nn.Module, # any model
 )->nn.Module|None:   # it or a part of it
-    "What `torch.compile` stands in front of, the first if there are several; None if nothing"
+    """What `torch.compile` stands in front of, the first if there are several; None if nothing
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    nn.Module|None
+        it or a part of it
+    """
     for m in model.modules():
         if has_class(m, "torch._dynamo.eval_frame.OptimizedModule"): return m
         if getattr(m, "_compiled_call_impl", None) is not None: return m
@@ -117,7 +186,18 @@ def compiled_part(
 def weights_of(
     units:list, # of `Unit`
 )->set:         # of parameters
-    "The weights of units, under each of their names"
+    """The weights of units, under each of their names
+
+    Parameters
+    ----------
+    units : list
+        of `Unit`
+
+    Returns
+    -------
+    set
+        of parameters
+    """
     return {getattr(m, u.attr) for u in units for m in u.modules}
 
 def _units_to_ask(
@@ -153,7 +233,20 @@ def no_effect(
     model:nn.Module, # any model; comes back as it was
     sample,          # one example input
 )->str|None:         # reason, or None if they have an effect, or if it cannot be said
-    "Why changing the weights of `model` changes no bit of what it returns on `sample`"
+    """Why changing the weights of `model` changes no bit of what it returns on `sample`
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back as it was
+    sample
+        one example input
+
+    Returns
+    -------
+    str|None
+        reason, or None if they have an effect, or if it cannot be said
+    """
     part, dense = compiled_part(model), answer(model, sample)
     units = _units_to_ask(model, part)
     if not units or not is_telling(dense): return None
@@ -171,7 +264,15 @@ def check_effect(
     model:nn.Module, # any model; comes back as it was
     sample,          # one example input
 ):
-    "Raises ValueError if changing weights changes no bit of what `model` returns on `sample`"
+    """Raises ValueError if changing weights changes no bit of what `model` returns on `sample`
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back as it was
+    sample
+        one example input
+    """
     if why := no_effect(model, sample): raise ValueError(why)
 
 # %% ../../nbs/measure/06_effects.ipynb #19a9a55f
@@ -179,7 +280,19 @@ def same_score(
     a:Score, # of an evaluation
     b:Score, # of another one
 )->bool:
-    "Whether two scores are equal to the bit"
+    """Whether two scores are equal to the bit
+
+    Parameters
+    ----------
+    a : Score
+        of an evaluation
+    b : Score
+        of another one
+
+    Returns
+    -------
+    bool
+    """
     if a.value != b.value or a.objective != b.objective: return False
     if a.samples is None or b.samples is None: return a.samples is b.samples
     return np.array_equal(a.samples, b.samples, equal_nan=True)
@@ -196,7 +309,20 @@ def distance(
     a:list, # of tensors: outputs or weights of the untouched model
     b:list, # those of the compressed one
 )->float:   # 0 if nothing changed, 1 for a change as large as what there was; infinite if it cannot be said
-    "How far tensors have moved"
+    """How far tensors have moved
+
+    Parameters
+    ----------
+    a : list
+        of tensors: outputs or weights of the untouched model
+    b : list
+        those of the compressed one
+
+    Returns
+    -------
+    float
+        0 if nothing changed, 1 for a change as large as what there was; infinite if it cannot be said
+    """
     if [t.shape for t in a] != [t.shape for t in b]: return math.inf
     old, steps = [], []
     for x, y in zip(a, b, strict=True):
@@ -212,7 +338,17 @@ def distance(
 def is_share(
     value:float, # a metric or an objective
 )->bool:
-    "Whether a number can be a share of few samples, such as 269/300; in single precision, too"
+    """Whether a number can be a share of few samples, such as 269/300; in single precision, too
+
+    Parameters
+    ----------
+    value : float
+        a metric or an objective
+
+    Returns
+    -------
+    bool
+    """
     if not math.isfinite(value): return False
     nearest = Fraction(value).limit_denominator(1000)
     return math.isclose(nearest, value, rel_tol=6e-8)
@@ -228,7 +364,18 @@ def _are_losses(
 def output_limits(
     base:Score, # of the untouched model
 )->tuple|None:  # distances from which on a warning and an error are due; None if the output tells nothing
-    "How far an output can move without a score that changes"
+    """How far an output can move without a score that changes
+
+    Parameters
+    ----------
+    base : Score
+        of the untouched model
+
+    Returns
+    -------
+    tuple|None
+        distances from which on a warning and an error are due; None if the output tells nothing
+    """
     if base.samples is not None and _are_losses(base.samples): return .01, .01
     if base.objective is None: return None
     coarse = base.objective != 0 and is_share(base.objective)   # 0 is the divergence from itself
@@ -238,7 +385,19 @@ def weight_limit(
     base:Score,             # of the untouched model
     higher_is_better:bool,  # direction of the metric
 )->float:
-    "How far the weights of each layer have to move until it is strange that no score changes"
+    """How far the weights of each layer have to move until it is strange that no score changes
+
+    Parameters
+    ----------
+    base : Score
+        of the untouched model
+    higher_is_better : bool
+        direction of the metric
+
+    Returns
+    -------
+    float
+    """
     if base.samples is not None or is_share(base.value): return .6
     return .2 if higher_is_better else .001   # an F1 score may stay, a loss does not
 
@@ -251,7 +410,20 @@ def weights_moved(
     model:nn.Module, # comes back as it was
     compressed:dict, # name -> function that returns a context in which `model` is compressed
 )->float:            # 0 if it cannot be said
-    "How far the parameter that moves most has moved, where that is least"
+    """How far the parameter that moves most has moved, where that is least
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    compressed : dict
+        name -> function that returns a context in which `model` is compressed
+
+    Returns
+    -------
+    float
+        0 if it cannot be said
+    """
     own = _floats(model)
     before = [p.detach().clone() for p in own]
     least = math.inf
@@ -269,7 +441,23 @@ def outputs_moved(
     compressed:dict, # name -> function that returns a context in which `model` is compressed
     enough:float,    # not to look further from there on
 )->float:
-    "How far the output on the sample has moved, where that is most"
+    """How far the output on the sample has moved, where that is most
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    sample
+        one example input
+    compressed : dict
+        name -> function that returns a context in which `model` is compressed
+    enough : float
+        not to look further from there on
+
+    Returns
+    -------
+    float
+    """
     dense, most = answer(model, sample), 0.
     for context in compressed.values():
         with context():
@@ -291,7 +479,24 @@ def check_heard(
 ):
     """Raises ValueError, or warns, if no score has changed by a bit though it should have
 
-    Then `eval_fn` does not evaluate the model that it is given."""
+    Then `eval_fn` does not evaluate the model that it is given.
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    sample
+        one example input
+    base : Score
+        of the untouched model
+    tried : list
+        of (name, function that returns a context in which `model` is compressed, whether its score is
+        `same_score` as `base`), milder ones first
+    higher_is_better : bool, default True
+        direction of the metric
+    everything : bool, default True
+        whether no layer was left out
+    """
     if not tried or not all(same for _, _, same in tried): return
     harshest = {name: context for name, context, _ in tried}
     limits = output_limits(base)

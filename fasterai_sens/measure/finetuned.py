@@ -24,7 +24,18 @@ from .data import as_eval_fn
 def dropped_biases(
     model:nn.Module, # any model
 )->dict:             # bias parameter -> bool, True where it stays zero
-    "The biases that are zero where all the weights of their filter are"
+    """The biases that are zero where all the weights of their filter are
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    dict
+        bias parameter -> bool, True where it stays zero
+    """
     stay = {}
     for unit in all_units(model)[0]:
         is_gone = (unit.filters == 0).flatten(1).all(1)
@@ -58,6 +69,13 @@ class FineTuned:
 
     The zeros of its weights are held, those of the untouched model too. Raises TypeError for anything that is not
     a function, ValueError for a model that cannot be copied.
+
+    Parameters
+    ----------
+    train : Callable
+        model, in training mode -> anything; trains it in place with an optimizer of its own
+    eval_fn : Callable
+        model -> number or per-sample scores, or a pair with the objective
     """
     train:Callable   # model, in training mode -> anything; trains it in place with an optimizer of its own
     eval_fn:Callable # model -> number or per-sample scores, or a pair with the objective
@@ -67,7 +85,12 @@ class FineTuned:
         object.__setattr__(self, "eval_fn", as_eval_fn(self.eval_fn))
 
     def __call__(self, model:nn.Module):
-        "Train a copy, score it; the model itself is not touched"
+        """Train a copy, score it; the model itself is not touched
+
+        Parameters
+        ----------
+        model : nn.Module
+        """
         with PutBack(keep_switches), torch.inference_mode(False), torch.enable_grad():
             copied = _copy_to_train(model)
             zeros = _zeros_to_hold(copied)

@@ -34,7 +34,24 @@ def tango_interval(
     n:float,      # samples
     z:float=1.96, # quantile of the normal distribution: 95 %
 )->tuple:         # low, high: bounds for the share lost less the share won
-    "Score interval for the difference of paired proportions. Source: Tango 1998, Statistics in Medicine 17"
+    """Score interval for the difference of paired proportions. Source: Tango 1998, Statistics in Medicine 17
+
+    Parameters
+    ----------
+    lost : float
+        samples that were right and are wrong
+    won : float
+        the other way round
+    n : float
+        samples
+    z : float, default 1.96
+        quantile of the normal distribution: 95 %
+
+    Returns
+    -------
+    tuple
+        low, high: bounds for the share lost less the share won
+    """
     def is_below_end(d, side):
         beyond, stderr = _tango_score(d, lost, won, n)
         return beyond - side*z*stderr > 0
@@ -52,7 +69,20 @@ def spread_of(
     base:np.ndarray,  # scores before
     other:np.ndarray, # scores after, of the same samples
 )->float:             # above 0
-    "How far scores are apart at most; if all are one value, how far that is from 0, or else 1"
+    """How far scores are apart at most; if all are one value, how far that is from 0, or else 1
+
+    Parameters
+    ----------
+    base : np.ndarray
+        scores before
+    other : np.ndarray
+        scores after, of the same samples
+
+    Returns
+    -------
+    float
+        above 0
+    """
     low, high = _range_of(base, other)
     return float(high - low or abs(high) or 1)
 
@@ -66,7 +96,20 @@ def step_between(
     base:np.ndarray,  # scores before
     other:np.ndarray, # scores after, of the same samples
 )->float|None:        # the difference of the two values; None if there are more than two
-    "How far apart right and wrong are, if the scores say nothing else"
+    """How far apart right and wrong are, if the scores say nothing else
+
+    Parameters
+    ----------
+    base : np.ndarray
+        scores before
+    other : np.ndarray
+        scores after, of the same samples
+
+    Returns
+    -------
+    float|None
+        the difference of the two values; None if there are more than two
+    """
     if np.unique(base[:99]).size > 2: return None   # a quick no: most scores show more than two values at once
     low, high = _range_of(base, other)
     for scores in (base, other):
@@ -80,7 +123,20 @@ def arm(
     h:float, # skewness of the mean, 0 or more
     q:float, # quantile of Student's t
 )->float:    # in standard errors; `q` if `h` is 0
-    "Length of the interval towards the tail. Source: Hall 1992, Journal of the Royal Statistical Society B 54"
+    """Length of the interval towards the tail. Source: Hall 1992, Journal of the Royal Statistical Society B 54
+
+    Parameters
+    ----------
+    h : float
+        skewness of the mean, 0 or more
+    q : float
+        quantile of Student's t
+
+    Returns
+    -------
+    float
+        in standard errors; `q` if `h` is 0
+    """
     if h < 1e-6: return q
     steps = np.linspace(0, h, 257)[1:]
     lengths = 3*(1 - np.cbrt(1 - steps*(q + steps/6)))/steps
@@ -93,7 +149,20 @@ def mean_interval(
     d:np.ndarray,     # damage to each sample, three or more, not all the same
     n:int|None=None,  # had there been so many samples like these; None: those there are
 )->tuple:             # low, high
-    "95 % interval of the mean: Student's t with Hall's longer arm on the side of the tail"
+    """95 % interval of the mean: Student's t with Hall's longer arm on the side of the tail
+
+    Parameters
+    ----------
+    d : np.ndarray
+        damage to each sample, three or more, not all the same
+    n : int|None, default None
+        had there been so many samples like these; None: those there are
+
+    Returns
+    -------
+    tuple
+        low, high
+    """
     from scipy.special import stdtrit
     k = d.size
     if not n: n = k
@@ -116,7 +185,24 @@ def paired_interval(
     n:int|None=None,  # had there been so many samples like these; None: those there are
     means:bool=False, # each score is a mean of several, so two values are a coincidence
 )->tuple:             # (low, high) for the mean of `base - other` or None, and why there is none or None
-    "95 % interval of a mean paired difference, or the reason why there is none"
+    """95 % interval of a mean paired difference, or the reason why there is none
+
+    Parameters
+    ----------
+    base : np.ndarray
+        scores before, finite, `[n]`
+    other : np.ndarray
+        scores after, of the same samples
+    n : int|None, default None
+        had there been so many samples like these; None: those there are
+    means : bool, default False
+        each score is a mean of several, so two values are a coincidence
+
+    Returns
+    -------
+    tuple
+        (low, high) for the mean of `base - other` or None, and why there is none or None
+    """
     d = base - other
     if not n: n = d.size
     step = None if means else step_between(base, other)
@@ -147,6 +233,18 @@ def sequence_scores(
     """Sequences as samples of a mean over what is in them: a linearised ratio
 
     Source: Cochran 1977, Sampling Techniques, 6.3
+
+    Parameters
+    ----------
+    sums : np.ndarray
+        sum of the scores in each sequence
+    sizes : np.ndarray
+        number of scores in each sequence
+
+    Returns
+    -------
+    np.ndarray
+        a score for each sequence; their mean is that of all single scores
     """
     all_of_one_length = (sizes == sizes[0]).all()
     if all_of_one_length: return sums/sizes   # exact, so that what did not change does not differ

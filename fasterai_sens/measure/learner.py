@@ -32,7 +32,22 @@ def single_scores(
     preds:Tensor,    # `[n, ...]`
     targs:Tensor,    # `[n, ...]`
 )->Tensor:           # `[n]`
-    "The metric of each sample by itself"
+    """The metric of each sample by itself
+
+    Parameters
+    ----------
+    metric : Callable
+        (predictions, targets) -> scalar
+    preds : Tensor
+        `[n, ...]`
+    targs : Tensor
+        `[n, ...]`
+
+    Returns
+    -------
+    Tensor
+        `[n]`
+    """
     def score(p, t): return metric(p[None], t[None])
     try: each = torch.vmap(score)(preds, targs)
     except RuntimeError:   # the metric does something that `vmap` cannot
@@ -45,7 +60,21 @@ def is_sample_mean(
     preds:Tensor,    # `[n, ...]`
     targs:Tensor,    # `[n, ...]`
 )->bool:
-    "Whether the metric is the mean over single samples, on these targets and, to rule out chance, on wrong ones"
+    """Whether the metric is the mean over single samples, on these targets and, to rule out chance, on wrong ones
+
+    Parameters
+    ----------
+    metric : Callable
+        (predictions, targets) -> scalar
+    preds : Tensor
+        `[n, ...]`
+    targs : Tensor
+        `[n, ...]`
+
+    Returns
+    -------
+    bool
+    """
     are_tensors = isinstance(preds, Tensor) and isinstance(targs, Tensor)
     if not are_tensors or len(preds) != len(targs): return False
     wrong = targs.roll(1, 0)
@@ -81,7 +110,17 @@ def _accumulated(
 def first_metric(
     learn, # a fastai Learner
 ):         # a function, or a fastai Metric
-    "The Learner's first metric, accuracy if it has none"
+    """The Learner's first metric, accuracy if it has none
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+
+    Returns
+    -------
+    a function, or a fastai Metric
+    """
     from fastai.metrics import accuracy
     return learn.metrics[0] if learn.metrics else accuracy
 
@@ -89,7 +128,20 @@ def learner_metric(
     learn,       # a fastai Learner
     metric=None, # a function, a fastai Metric, or None for the learner's first, accuracy if it has none
 )->tuple:        # name, (predictions, targets) -> scores
-    "A metric of a Learner as a function of predictions and targets. Raises TypeError if it is neither"
+    """A metric of a Learner as a function of predictions and targets. Raises TypeError if it is neither
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    metric : default None
+        a function, a fastai Metric, or None for the learner's first, accuracy if it has none
+
+    Returns
+    -------
+    tuple
+        name, (predictions, targets) -> scores
+    """
     from fastai.learner import AvgMetric, Learner, Metric
     if not isinstance(learn, Learner): raise TypeError(f"learn is a fastai Learner; got {type(learn).__name__}")
     if metric is None: metric = first_metric(learn)
@@ -146,7 +198,18 @@ def _unreduced(learn):
 def default_objective(
     learn, # a fastai Learner
 )->str:    # "kl" or "loss"
-    "What `objective='auto'` means: KL divergence for a classifier, known by its cross-entropy loss, else the loss"
+    """What `objective='auto'` means: KL divergence for a classifier, known by its cross-entropy loss, else the loss
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+
+    Returns
+    -------
+    str
+        "kl" or "loss"
+    """
     f = getattr(learn.loss_func, "func", learn.loss_func)
     name = getattr(f, "__name__", type(f).__name__).lower()
     is_of_classes = re.search(r"cross_?entropy|nll|focal", name) and "binary" not in name
@@ -156,7 +219,20 @@ def learner_objective(
     learn,     # a fastai Learner
     objective, # "auto", "loss", "kl", a function of predictions and targets, or None
 )->tuple:      # (predictions, targets) -> values per sample or a number, or None; the callbacks that it needs
-    "The objective that is meant. Raises ValueError for an unknown name or a missing loss, TypeError for anything else"
+    """The objective that is meant. Raises ValueError for an unknown name or a missing loss, TypeError for anything else
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    objective
+        "auto", "loss", "kl", a function of predictions and targets, or None
+
+    Returns
+    -------
+    tuple
+        (predictions, targets) -> values per sample or a number, or None; the callbacks that it needs
+    """
     if objective == "auto": objective = default_objective(learn)
     if objective == "kl": return Divergence(getattr(learn.loss_func, "axis", 1)), []
     if objective != "loss": return as_objective(objective, "'auto', 'loss', 'kl'"), []
@@ -192,7 +268,18 @@ def _keep_outputs()->tuple:
 def keep_learner(
     learn, # a fastai Learner
 )->Callable: # call it to put everything back
-    "Remember what a Learner holds, and its callbacks, metrics and loss; models and optimizers stay the same ones"
+    """Remember what a Learner holds, and its callbacks, metrics and loss; models and optimizers stay the same ones
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+
+    Returns
+    -------
+    Callable
+        call it to put everything back
+    """
     from fastai.learner import Metric
     inner = [value for cb in learn.cbs for value in vars(cb).values() if isinstance(value, Metric)]
     holders = [learn, *learn.cbs, *learn.metrics, *inner, learn.loss_func]
@@ -215,7 +302,24 @@ def learner_eval(
     dl=None,     # data to evaluate on; None: the validation set
     objective=None, # see `learner_objective`
 )->Evaluation:   # model -> per-sample scores or a number, or a pair with the objective
-    "An `eval_fn` that runs the Learner's validation. Raises ValueError if there is none"
+    """An `eval_fn` that runs the Learner's validation. Raises ValueError if there is none
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    metric : default None
+        see `learner_metric`
+    dl : default None
+        data to evaluate on; None: the validation set
+    objective : default None
+        see `learner_objective`
+
+    Returns
+    -------
+    Evaluation
+        model -> per-sample scores or a number, or a pair with the objective
+    """
     if dl is None and len(learn.dls.valid_ds) == 0: raise ValueError("the learner has no validation data; give dl")
     from fastai.callback.progress import ProgressCallback
     from fastai.data.load import DataLoader
@@ -241,7 +345,19 @@ def learner_sample(
     learn,   # a fastai Learner
     dl=None, # where to take it from; None: the validation set
 ):           # tensor, or tuple of tensors if the model takes several
-    "One example input of the Learner's model, as a batch of one"
+    """One example input of the Learner's model, as a batch of one
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    dl : default None
+        where to take it from; None: the validation set
+
+    Returns
+    -------
+    tensor, or tuple of tensors if the model takes several
+    """
     if dl is None: dl = learn.dls.valid
     batch = next(iter(FirstBatches(dl, 1)), None)
     if batch is None: raise ValueError("the data has no batch to take a sample from")
@@ -253,7 +369,19 @@ def learner_criterion(
     learn,    # a fastai Learner
     criteria, # a `Criterion` or function
 )->Criterion:
-    "The criterion, with the Learner's loss if it needs one and has none"
+    """The criterion, with the Learner's loss if it needs one and has none
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    criteria
+        a `Criterion` or function
+
+    Returns
+    -------
+    Criterion
+    """
     criterion = as_criterion(criteria)
     lacks_loss = criterion.needs == GRADIENTS and criterion.loss is None
     return replace(criterion, loss=learn.loss_func) if lacks_loss else criterion
@@ -277,7 +405,20 @@ def last_word(
     words:str, # regular expression of words
     name:str,  # in lower case, words divided by underscores
 )->int:        # -1 if none is there
-    "Where the last of `words` in `name` ends"
+    """Where the last of `words` in `name` ends
+
+    Parameters
+    ----------
+    words : str
+        regular expression of words
+    name : str
+        in lower case, words divided by underscores
+
+    Returns
+    -------
+    int
+        -1 if none is there
+    """
     pattern = rf"(?<![a-z0-9])(?=({words})(?![a-z0-9]))"
     ends = [match.end(1) for match in re.finditer(pattern, name)]
     return max(ends, default=-1)
@@ -290,7 +431,18 @@ def _with_underscores(name:str)->str:
 def name_falls(
     name:str, # of a metric or loss
 )->bool|None: # None if the name does not tell
-    "Whether lower is better, by the words in a name"
+    """Whether lower is better, by the words in a name
+
+    Parameters
+    ----------
+    name : str
+        of a metric or loss
+
+    Returns
+    -------
+    bool|None
+        None if the name does not tell
+    """
     at_capitals = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     divided = _with_underscores(at_capitals)
     both = f"{_with_underscores(name)}_{divided}"
@@ -306,7 +458,17 @@ def name_falls(
 def unwrapped(
     metric, # a metric, loss or function, perhaps wrapped
 )->list:
-    "The metric, what it wraps, what that wraps, and so on"
+    """The metric, what it wraps, what that wraps, and so on
+
+    Parameters
+    ----------
+    metric
+        a metric, loss or function, perhaps wrapped
+
+    Returns
+    -------
+    list
+    """
     out = []
     while metric is not None and all(metric is not m for m in out):
         out.append(metric)
@@ -317,7 +479,17 @@ def unwrapped(
 def names_of(
     metric, # a metric, loss or function
 )->list:
-    "The names of a function or class; of an object those of its classes"
+    """The names of a function or class; of an object those of its classes
+
+    Parameters
+    ----------
+    metric
+        a metric, loss or function
+
+    Returns
+    -------
+    list
+    """
     name = getattr(metric, "__name__", None)
     if isinstance(name, str): return [name]
     return [cls.__name__ for cls in type(metric).__mro__]
@@ -331,6 +503,17 @@ def falls(
 
     By what the metric says of itself (`higher_is_better`), or by its names. Raises ValueError if they do not tell,
     or contradict each other.
+
+    Parameters
+    ----------
+    metric
+        a metric, loss or function, perhaps wrapped
+    name : str
+        what it is called where it is shown
+
+    Returns
+    -------
+    bool
     """
     parts = unwrapped(metric)
     for part in parts:

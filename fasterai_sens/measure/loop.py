@@ -33,7 +33,18 @@ from .effects import check_heard, same_score
 def checksum(
     t:Tensor, # plain and dense
 )->Tensor:    # its bytes if they are few, else sums of them
-    "What changes with the numbers in `t`, at a quarter of the price of a copy"
+    """What changes with the numbers in `t`, at a quarter of the price of a copy
+
+    Parameters
+    ----------
+    t : Tensor
+        plain and dense
+
+    Returns
+    -------
+    Tensor
+        its bytes if they are few, else sums of them
+    """
     width = 509
     n_words = t.numel()*t.element_size()//8
     flat = t.detach().contiguous().view(-1)
@@ -56,7 +67,18 @@ def _is_plain(
 def checksums(
     t:Tensor, # of any kind
 )->list:      # of tensors
-    "`checksum` of each plain tensor that `t` is made of"
+    """`checksum` of each plain tensor that `t` is made of
+
+    Parameters
+    ----------
+    t : Tensor
+        of any kind
+
+    Returns
+    -------
+    list
+        of tensors
+    """
     if _is_plain(t): return [checksum(t)]
     if t.device.type == "meta": return []
     parts, found = inner_tensors(t), []
@@ -86,7 +108,19 @@ def is_converted(
     t:Tensor,   # as it is now
     old:Tensor, # as it was
 )->bool:
-    "Whether `t` has the numbers of `old`, also after a detour through half precision"
+    """Whether `t` has the numbers of `old`, also after a detour through half precision
+
+    Parameters
+    ----------
+    t : Tensor
+        as it is now
+    old : Tensor
+        as it was
+
+    Returns
+    -------
+    bool
+    """
     if hasattr(t, "__tensor_flatten__"): return True
     if t.layout == torch.strided and _place(t) == _place(old): return True
     if t.shape != old.shape or t.layout != old.layout: return False
@@ -119,7 +153,22 @@ def watch_weights(
     known:Callable|None=None, # what this returned before, for those parameters that have not changed since
     but=(),          # parameters that have
 )->Callable:         # call it for the names of those that changed since
-    "Remember what the parameters of `model` are, without a copy"
+    """Remember what the parameters of `model` are, without a copy
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    known : Callable|None, default None
+        what this returned before, for those parameters that have not changed since
+    but : default ()
+        parameters that have
+
+    Returns
+    -------
+    Callable
+        call it for the names of those that changed since
+    """
     seen = {}
     if known: seen = {look.param: look for look in known.before.values()}
     written, before = {storage_of(t) for t in but}, {}
@@ -141,7 +190,15 @@ def untouched(
     model:nn.Module, # comes back as it was
     unit=None,       # as every perturbation takes it; not used
 ):
-    "The perturbation that changes nothing: for the baseline"
+    """The perturbation that changes nothing: for the baseline
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back as it was
+    unit : default None
+        as every perturbation takes it; not used
+    """
     with leave_no_trace(model, weights=()): yield model
 
 def evaluate(
@@ -151,7 +208,25 @@ def evaluate(
     unit=None,         # what is compressed meanwhile
     known=None,        # `watch_weights` of the untouched model, if the perturbation writes to its unit alone
 )->Score:
-    "Score of the model under a perturbation. Raises ValueError if `eval_fn` changes the weights"
+    """Score of the model under a perturbation. Raises ValueError if `eval_fn` changes the weights
+
+    Parameters
+    ----------
+    model : nn.Module
+        the caller's model
+    eval_fn : Callable
+        model -> number or per-sample scores, or a pair with the objective
+    perturbation : Callable, default untouched
+        (model, unit) -> context manager
+    unit : default None
+        what is compressed meanwhile
+    known : default None
+        `watch_weights` of the untouched model, if the perturbation writes to its unit alone
+
+    Returns
+    -------
+    Score
+    """
     with perturbation(model, unit):
         model.eval()
         forget_casts()   # of the weights as they were before the perturbation
@@ -175,14 +250,39 @@ def never(
     metric:float, # of the compressed model
     base:float,   # of the untouched model
 )->bool:
-    "The rule that stops no curve"
+    """The rule that stops no curve
+
+    Parameters
+    ----------
+    metric : float
+        of the compressed model
+    base : float
+        of the untouched model
+
+    Returns
+    -------
+    bool
+    """
     return False
 
 def stop_rule(
     mode:str|None, # "minimize", "maximize", "dropped", "raised", or None
     value,         # a number, or None
 )->Callable:       # (metric, baseline) -> whether to go no further
-    "When a layer's curve ends. Raises ValueError for an unknown mode or a value that makes no sense"
+    """When a layer's curve ends. Raises ValueError for an unknown mode or a value that makes no sense
+
+    Parameters
+    ----------
+    mode : str|None
+        "minimize", "maximize", "dropped", "raised", or None
+    value
+        a number, or None
+
+    Returns
+    -------
+    Callable
+        (metric, baseline) -> whether to go no further
+    """
     if mode is None and value is None: return never
     if mode not in stop_modes: raise ValueError(f"early_stop_mode is one of {', '.join(stop_modes)}; got {mode!r}")
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
@@ -201,7 +301,24 @@ def rows_of(
     score:Score|None,      # compressed model; None if it could not be
     higher_is_better=True, # direction of the metric
 )->list:                   # of `LayerSensitivity`
-    "The rows of a result, one for each layer of `unit`; with `prunable=False` if there is no score"
+    """The rows of a result, one for each layer of `unit`; with `prunable=False` if there is no score
+
+    Parameters
+    ----------
+    unit
+        what was compressed: a `Unit`, or several layers as one
+    base : Score
+        untouched model
+    score : Score|None
+        compressed model; None if it could not be
+    higher_is_better : default True
+        direction of the metric
+
+    Returns
+    -------
+    list
+        of `LayerSensitivity`
+    """
     metric, delta, stderr, ci, no_ci = math.nan, math.nan, None, None, None
     if score is not None:
         metric = score.value
@@ -228,7 +345,15 @@ def check_training(
     eval_fn,    # as the user gave it
     ways:list,  # perturbations, or classes of them, that it will be used with
 ):
-    "Raises ValueError for an evaluation that trains, of a compression that training undoes"
+    """Raises ValueError for an evaluation that trains, of a compression that training undoes
+
+    Parameters
+    ----------
+    eval_fn
+        as the user gave it
+    ways : list
+        perturbations, or classes of them, that it will be used with
+    """
     if not isinstance(eval_fn, FineTuned): return
     for way in ways:
         if way.outlasts_training: continue
@@ -242,7 +367,21 @@ def check_baseline(
     metric_name="metric", # for the message
     objective_name=None,  # the same; None: the objective, if there is one, is not used
 )->Score:
-    "The score. Raises ValueError if what is used of it is not finite"
+    """The score. Raises ValueError if what is used of it is not finite
+
+    Parameters
+    ----------
+    base : Score
+        untouched model
+    metric_name : default "metric"
+        for the message
+    objective_name : default None
+        the same; None: the objective, if there is one, is not used
+
+    Returns
+    -------
+    Score
+    """
     for name, value in ((metric_name, base.value), (objective_name, base.objective)):
         if not name or value is None or math.isfinite(value): continue
         why = f"the {name} of the untouched model is {value}; nothing can be compared with that"
@@ -257,7 +396,15 @@ def progress(
     steps:list,   # what there is to do
     verbose:bool, # False: no bar
 ):
-    "The same steps, behind a bar"
+    """The same steps, behind a bar
+
+    Parameters
+    ----------
+    steps : list
+        what there is to do
+    verbose : bool
+        False: no bar
+    """
     if not verbose: return steps
     from fastprogress.fastprogress import progress_bar
     return progress_bar(steps)
@@ -266,7 +413,20 @@ def ticker(
     total:int,    # steps, about
     verbose:bool, # False: no bar
 )->Callable:      # to be called after each step, with a text or without
-    "A bar that each call moves on by one"
+    """A bar that each call moves on by one
+
+    Parameters
+    ----------
+    total : int
+        steps, about
+    verbose : bool
+        False: no bar
+
+    Returns
+    -------
+    Callable
+        to be called after each step, with a text or without
+    """
     if not verbose: return lambda text=None: None
     bar = progress(range(total), verbose)
     done = iter(range(1, total + 1))
@@ -280,7 +440,17 @@ def ticker(
 def mildest_first(
     perturbations:list, # of `Perturbation`
 )->list:
-    "One perturbation for each level, from mild to harsh"
+    """One perturbation for each level, from mild to harsh
+
+    Parameters
+    ----------
+    perturbations : list
+        of `Perturbation`
+
+    Returns
+    -------
+    list
+    """
     once = {p.level: p for p in perturbations}
     return sorted(once.values(), key=lambda p: p.strength)
 
@@ -367,7 +537,41 @@ def measure(
 )->SweepResult:
     """Evaluate every unit at every level, mildest first, and the untouched model once
 
-    The results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite."""
+    The results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite.
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back bit for bit, whatever happens
+    units : list
+        what is compressed, one at a time
+    perturbations : list
+        of `Perturbation`, the levels
+    eval_fn : Callable
+        model -> number or per-sample scores, or a pair with the objective
+    name : str, default ""
+        of the method, for the results
+    skipped : default ()
+        (name, reason) of what was left out before
+    metric_name : default "accuracy"
+        for the results
+    higher_is_better : default True
+        direction of the metric
+    objective_name : default "objective"
+        if `eval_fn` returns one
+    wanted : dict|None, default None
+        name of a unit -> levels to measure it at; None: all units at all levels
+    stop : Callable, default never
+        from `stop_rule`
+    sample : default None
+        example input, to tell evaluations that see nothing from robust layers; None: do not look
+    verbose : default False
+        show a progress bar
+
+    Returns
+    -------
+    SweepResult
+    """
     check_training(eval_fn, perturbations)
     levels = mildest_first(perturbations)
     found = {p.level: ([], list(skipped)) for p in levels}

@@ -36,11 +36,27 @@ def _warn_of_tokens(score, preds):
 def forget_untouched(
     eval_fn, # or an objective; anything
 ):
-    "Whatever compares with the untouched model takes the next model that it sees for that"
+    """Whatever compares with the untouched model takes the next model that it sees for that
+
+    Parameters
+    ----------
+    eval_fn
+        or an objective; anything
+    """
     if hasattr(eval_fn, "new_baseline"): eval_fn.new_baseline()
 
 class Evaluation:
-    "An `eval_fn`: runs a model over data once, and scores what comes out"
+    """An `eval_fn`: runs a model over data once, and scores what comes out
+
+    Parameters
+    ----------
+    run : Callable
+        model -> predictions, targets
+    metric : Callable
+        (predictions, targets) -> number or per-sample scores
+    objective : Callable|None, default None
+        the same, for a second quantity, lower is better
+    """
     def __init__(self,
         run:Callable,    # model -> predictions, targets
         metric:Callable, # (predictions, targets) -> number or per-sample scores
@@ -49,7 +65,12 @@ class Evaluation:
         self.run, self.metric, self.objective = run, metric, objective
 
     def __call__(self, model:nn.Module):
-        "The metric, or the pair of metric and objective"
+        """The metric, or the pair of metric and objective
+
+        Parameters
+        ----------
+        model : nn.Module
+        """
         preds, targs = self.run(model)
         score = self.metric(preds, targs)
         _warn_of_tokens(score, preds)
@@ -68,7 +89,22 @@ def kl_divergence(
     logq:Tensor, # those of another one, same shape
     axis:int,    # of the classes
 )->Tensor:       # in nats, 0 or more, without that axis
-    "How far a distribution over classes is from the untouched one. Source: Kullback and Leibler 1951"
+    """How far a distribution over classes is from the untouched one. Source: Kullback and Leibler 1951
+
+    Parameters
+    ----------
+    logp : Tensor
+        log-probabilities of the untouched model
+    logq : Tensor
+        those of another one, same shape
+    axis : int
+        of the classes
+
+    Returns
+    -------
+    Tensor
+        in nats, 0 or more, without that axis
+    """
     p = logp.exp()
     each = torch.where(p > 0, p*(logp - logq), 0.)   # a class of probability 0 counts nothing
     return each.sum(axis)
@@ -82,6 +118,18 @@ def class_axis(
 
     Where they do not tell, it is the last one of `[n, tokens, classes]` in a `ModelOutput`, else the first one
     after the samples.
+
+    Parameters
+    ----------
+    preds
+        what a model returned: logits, or a `ModelOutput` or dict with them
+    targs : default None
+        class numbers, if there are any
+
+    Returns
+    -------
+    int
+        1 as in PyTorch's losses, or -1 as Hugging Face has it for tokens
     """
     logits = logits_of(preds)
     if not isinstance(logits, Tensor) or logits.dim() < 3: return 1
@@ -107,7 +155,13 @@ def _check_classes(logits, targs, axis:int):
 
 # %% ../../nbs/measure/02_objectives.ipynb #5863ee95
 class Divergence:
-    "KL divergence of the outputs from those of the untouched model, for each sample. Source: Kullback and Leibler 1951"
+    """KL divergence of the outputs from those of the untouched model, for each sample. Source: Kullback and Leibler 1951
+
+    Parameters
+    ----------
+    axis : int|None, default None
+        of the classes, in logits or log-probabilities; None: see `class_axis`
+    """
     def __init__(self,
         axis:int|None=None, # of the classes, in logits or log-probabilities; None: see `class_axis`
     ):
@@ -121,7 +175,20 @@ class Divergence:
         preds,      # logits `[n, classes, ...]`, or a `ModelOutput` or dict with them
         targs=None, # only looked at to see that they are classes
     )->Tensor:      # `[n]`, in nats, 0 or more; a sequence or an image is one sample, with its mean
-        "Raises ValueError for outputs that are no distribution over classes, or not those of the same samples"
+        """Raises ValueError for outputs that are no distribution over classes, or not those of the same samples
+
+        Parameters
+        ----------
+        preds
+            logits `[n, classes, ...]`, or a `ModelOutput` or dict with them
+        targs : default None
+            only looked at to see that they are classes
+
+        Returns
+        -------
+        Tensor
+            `[n]`, in nats, 0 or more; a sequence or an image is one sample, with its mean
+        """
         axis = class_axis(preds, targs) if self.axis is None else self.axis
         logits = logits_of(preds)
         _check_classes(logits, targs, axis)
@@ -148,7 +215,13 @@ def _one_tensor(parts:list)->Tensor:
 def joined(
     parts:list, # outputs of several batches, or their targets
 ):
-    "Outputs of several batches as those of one"
+    """Outputs of several batches as those of one
+
+    Parameters
+    ----------
+    parts : list
+        outputs of several batches, or their targets
+    """
     first = parts[0]
     if isinstance(first, Tensor): return _one_tensor(parts)
     if isinstance(first, Mapping): return _one_mapping(parts)
@@ -177,7 +250,19 @@ def as_objective(
     objective,    # "kl", a function of predictions and targets, or None
     known="'kl'", # what may be given by name, for the message
 )->Callable|None:
-    "The function that is meant. Raises ValueError for an unknown name, TypeError for anything else"
+    """The function that is meant. Raises ValueError for an unknown name, TypeError for anything else
+
+    Parameters
+    ----------
+    objective
+        "kl", a function of predictions and targets, or None
+    known : default "'kl'"
+        what may be given by name, for the message
+
+    Returns
+    -------
+    Callable|None
+    """
     if objective == "kl": return Divergence()
     if objective is None or callable(objective): return objective
     error = ValueError if isinstance(objective, str) else TypeError
@@ -217,6 +302,20 @@ def evaluation(
     """Run a model over `data` once, and score all its outputs together
 
     Raises ValueError for data that can be read only once, or is empty.
+
+    Parameters
+    ----------
+    data
+        list of batches or DataLoader, or one batch: a pair (inputs, targets) or a dict with labels
+    metric : Callable
+        (predictions, targets) -> number or per-sample scores; of tokens `[sequences, tokens]`
+    objective : default None
+        a loss: the same, lower is better; or "kl", `Divergence(axis)`, or None
+
+    Returns
+    -------
+    Evaluation
+        an `eval_fn`; the model is run in eval mode, without gradients, and comes back as it was
     """
     if not callable(metric):
         raise TypeError(f"metric is a function of (predictions, targets); got {type(metric).__name__}")
@@ -234,7 +333,24 @@ def kl_from(
     sample=None,     # one example input, where the model takes several
     axis:int=-1,     # of the classes in the output, logits `[n, ..., classes]`
 )->Callable:         # model -> divergence of each sample in nats, `[n]`
-    "An `eval_fn`: how far predictions are from those that `model` makes now, for `higher_is_better=False`"
+    """An `eval_fn`: how far predictions are from those that `model` makes now, for `higher_is_better=False`
+
+    Parameters
+    ----------
+    model : nn.Module
+        the untouched model, whose predictions count as right
+    data
+        inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets are not used
+    sample : default None
+        one example input, where the model takes several
+    axis : int, default -1
+        of the classes in the output, logits `[n, ..., classes]`
+
+    Returns
+    -------
+    Callable
+        model -> divergence of each sample in nats, `[n]`
+    """
     device = next(model.parameters()).device
     inputs = [x for x, _ in batches(data, sample, device)]
     away = Divergence(axis)

@@ -18,7 +18,19 @@ from .intervals import paired_interval, sequence_scores
 # %% ../../nbs/measure/01_scores.ipynb #6577e901
 @dataclass(frozen=True, eq=False)
 class Score:
-    "A metric, with the per-sample scores it is the mean of, if there are any"
+    """A metric, with the per-sample scores it is the mean of, if there are any
+
+    Parameters
+    ----------
+    value : float
+        the metric
+    samples : np.ndarray|None, default None
+        float64, shape `[n]`
+    objective : float|None, default None
+        a second quantity, lower is better; None if there is none
+    sizes : np.ndarray|None, default None
+        tokens in each sequence, if the samples are sequences of several
+    """
     value:float                    # the metric
     samples:np.ndarray|None=None   # float64, shape `[n]`
     objective:float|None=None      # a second quantity, lower is better; None if there is none
@@ -85,7 +97,17 @@ def _score(out)->Score:
 def as_score(
     out, # what `eval_fn` returned
 )->Score:
-    "Check what an evaluation returned. Raises TypeError if it is not numbers, ValueError for a wrong shape"
+    """Check what an evaluation returned. Raises TypeError if it is not numbers, ValueError for a wrong shape
+
+    Parameters
+    ----------
+    out
+        what `eval_fn` returned
+
+    Returns
+    -------
+    Score
+    """
     if not isinstance(out, tuple): return _score(out)
     if len(out) != 2: raise TypeError(f"{_expected}; got a tuple of {len(out)}")
     metric, objective = map(_score, out)
@@ -95,7 +117,13 @@ def as_score(
 def check_functions(
     **fns, # name -> function of the model, as the user gave it
 ):
-    "Raises TypeError for anything that cannot be called"
+    """Raises TypeError for anything that cannot be called
+
+    Parameters
+    ----------
+    **fns
+        name -> function of the model, as the user gave it
+    """
     for name, f in fns.items():
         if callable(f): continue
         kind = type(f).__name__
@@ -128,6 +156,22 @@ def compare(
     """Damage from `base` to `other`, positive if worse
 
     Raises ValueError if the samples are not the same, or only one has an objective.
+
+    Parameters
+    ----------
+    base : Score
+        untouched model
+    other : Score
+        compressed model
+    higher_is_better : default True
+        direction of the metric
+    n : int|None, default None
+        had there been so many samples like these; None: those there are
+
+    Returns
+    -------
+    tuple
+        delta, its standard error or None, its 95 % interval or None: see `why_no_ci`
     """
     _check_comparable(base, other)
     sign = 1 if higher_is_better else -1
@@ -153,7 +197,20 @@ def why_no_ci(
     base:Score,  # untouched model
     other:Score, # compressed model
 )->str|None:     # None if there is one
-    "The reason why `compare` gives no interval"
+    """The reason why `compare` gives no interval
+
+    Parameters
+    ----------
+    base : Score
+        untouched model
+    other : Score
+        compressed model
+
+    Returns
+    -------
+    str|None
+        None if there is one
+    """
     if base.samples is None:
         return ("eval_fn returns one number; a score for each sample, "
                 "of which the metric is the mean, would give an interval")

@@ -85,7 +85,18 @@ def _is_prunable_norm(
 def extra_rules(
     model:nn.Module, # any model
 )->dict:             # class -> rule
-    "Rules for the layers of a model that torch-pruning does not know"
+    """Rules for the layers of a model that torch-pruning does not know
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    dict
+        class -> rule
+    """
     rules = {}
     for m in model.modules():
         if is_hf_conv1d(m): rules[type(m)] = Conv1DPruner()
@@ -162,7 +173,19 @@ def group_rule(
 )->type|None:
     """The rule for a grouped convolution, or None for everything else
 
-    Depthwise convolutions are among the rest: torch-pruning has a rule for them."""
+    Depthwise convolutions are among the rest: torch-pruning has a rule for them.
+
+    Parameters
+    ----------
+    module
+        a module, or anything else in a graph
+    reads_channels : bool
+        whether its input comes from layers, which can lose channels
+
+    Returns
+    -------
+    type|None
+    """
     if not isinstance(module, conv_types): return None
     depthwise = module.groups == module.in_channels == module.out_channels
     if module.groups == 1 or depthwise: return None
@@ -221,7 +244,17 @@ def _channel_axis(node)->int|None:
 def takes_all(
     node, # of the graph
 )->bool:
-    "Whether an operation of the graph takes all channels together"
+    """Whether an operation of the graph takes all channels together
+
+    Parameters
+    ----------
+    node
+        of the graph
+
+    Returns
+    -------
+    bool
+    """
     dims = getattr(node.grad_fn, "_saved_dim", None)
     if dims is None or _operation(node) not in _over_axes or not node.inputs: return False
     if not isinstance(dims, tuple): dims = (dims,)
@@ -346,7 +379,17 @@ def _may_hide(func:Callable, x)->bool:
 def without_cache(
     model:nn.Module, # any model
 )->PutBack:
-    "Keep Hugging Face models from returning keys and values"
+    """Keep Hugging Face models from returning keys and values
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    PutBack
+    """
     configs = {}   # by identity, as they cannot be hashed
     for m in model.modules():
         config = getattr(m, "config", None)
@@ -366,7 +409,18 @@ def eagerly():
 def describe(
     e:Exception, # raised while a model ran, or while torch-pruning looked at it
 )->str:          # one line
-    "What went wrong, and in which line of whose code"
+    """What went wrong, and in which line of whose code
+
+    Parameters
+    ----------
+    e : Exception
+        raised while a model ran, or while torch-pruning looked at it
+
+    Returns
+    -------
+    str
+        one line
+    """
     first_line = next(iter(str(e).splitlines()), "")
     told = f"{type(e).__name__}: {first_line}"
     inner = {Path(torch.__file__).parent, Path(call.__code__.co_filename).parents[1]}
@@ -411,7 +465,19 @@ def trace(
     model:nn.Module, # any model
     sample,          # one example input it runs on
 ):                   # `torch_pruning.DependencyGraph`
-    "torch-pruning's graph of `model`. Raises ValueError if it breaks on the model"
+    """torch-pruning's graph of `model`. Raises ValueError if it breaks on the model
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input it runs on
+
+    Returns
+    -------
+    `torch_pruning.DependencyGraph`
+    """
     forget = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
     try:
         with (leave_no_trace(model, weights=()), eagerly(), without_cache(model), torch.enable_grad(), PlainGraph(),
@@ -427,7 +493,13 @@ def trace(
 class Lost(ValueError): "A search for coupled layers that has gone wrong"
 
 class Walk:
-    "Watches the steps of torch-pruning's search, and ends one that has gone wrong"
+    """Watches the steps of torch-pruning's search, and ends one that has gone wrong
+
+    Parameters
+    ----------
+    dg
+        `torch_pruning.DependencyGraph`
+    """
     def __init__(self,
         dg, # `torch_pruning.DependencyGraph`
     ):
@@ -440,7 +512,16 @@ class Walk:
             for width in (dg.get_out_channels(node), dg.get_in_channels(node)):
                 self.widest = max(self.widest, width or 0)
     def step(self, idxs:list)->list:
-        "Count a step, and look at the numbers. Raises Lost, a ValueError"
+        """Count a step, and look at the numbers. Raises Lost, a ValueError
+
+        Parameters
+        ----------
+        idxs : list
+
+        Returns
+        -------
+        list
+        """
         self.steps += 1
         if self.steps > self.most or len(idxs) > 16*self.widest: raise Lost("does not come to an end")
         highest = max((i.idx for i in idxs), default=0)
@@ -450,7 +531,21 @@ class Walk:
 # %% ../../nbs/methods/06_channels.ipynb #7481353d
 @dataclass(frozen=True, eq=False)
 class Part:
-    "Channels that one module loses together with those of a root layer"
+    """Channels that one module loses together with those of a root layer
+
+    Parameters
+    ----------
+    module : object
+        an `nn.Module`, or a bare `nn.Parameter`
+    out : bool
+        its outputs; False: its inputs
+    idxs : list
+        numbers of its channels
+    roots : list
+        for each, the channel of the root it belongs to
+    prune : object
+        torch-pruning's rule: called with `idxs`, takes them out
+    """
     module:object # an `nn.Module`, or a bare `nn.Parameter`
     out:bool      # its outputs; False: its inputs
     idxs:list     # numbers of its channels
@@ -458,7 +553,15 @@ class Part:
     prune:object  # torch-pruning's rule: called with `idxs`, takes them out
 
 class Graph:
-    "Which layers of a model lose channels together, on one sample"
+    """Which layers of a model lose channels together, on one sample
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+    """
     def __init__(self,
         model:nn.Module, # any model
         sample,          # one example input
@@ -486,21 +589,51 @@ class Graph:
 def root(self:Graph,
     unit, # a layer
 )->nn.Module|None:
-    "The module at which pruning of `unit` starts, or None if the way from it to the output cannot be followed"
+    """The module at which pruning of `unit` starts, or None if the way from it to the output cannot be followed
+
+    Parameters
+    ----------
+    unit
+        a layer
+
+    Returns
+    -------
+    nn.Module|None
+    """
     found = [self.stands_for.get(m, m) for m in unit.modules]
     return next((m for m in found if m in self.dg.module2node), None)
 
 def n_outputs(
     module:nn.Module, # a compressible layer, or attention
 )->int:
-    "Number of output channels"
+    """Number of output channels
+
+    Parameters
+    ----------
+    module : nn.Module
+        a compressible layer, or attention
+
+    Returns
+    -------
+    int
+    """
     return next(getattr(module, a) for a in ("out_channels", "out_features", "embed_dim", "nf") if hasattr(module, a))
 
 @patch
 def n_channels(self:Graph,
     part:Part, # of a group
 )->int|None:
-    "How many channels the module of a part has on that side; None if it takes any number"
+    """How many channels the module of a part has on that side; None if it takes any number
+
+    Parameters
+    ----------
+    part : Part
+        of a group
+
+    Returns
+    -------
+    int|None
+    """
     node = self.dg.module2node[part.module]
     return self.dg.get_out_channels(node) if part.out else self.dg.get_in_channels(node)
 
@@ -508,7 +641,17 @@ def n_channels(self:Graph,
 def name_of(self:Graph,
     part:Part, # of a group
 )->str:
-    "Name of the module, or of the bare parameter"
+    """Name of the module, or of the bare parameter
+
+    Parameters
+    ----------
+    part : Part
+        of a group
+
+    Returns
+    -------
+    str
+    """
     if isinstance(part.module, nn.Module): return self.names[part.module]
     holder, attr = self.holders[part.module][0]
     return f"{self.names[holder]}.{attr}".lstrip(".")
@@ -519,7 +662,20 @@ def search(self:Graph,
     root:nn.Module, # a module of the graph
     channels:list,  # some of its output channels
 )->list:            # of torch-pruning's items
-    "What torch-pruning says has to go with `channels` of `root`. Raises Lost, a ValueError, if the search goes wrong"
+    """What torch-pruning says has to go with `channels` of `root`. Raises Lost, a ValueError, if the search goes wrong
+
+    Parameters
+    ----------
+    root : nn.Module
+        a module of the graph
+    channels : list
+        some of its output channels
+
+    Returns
+    -------
+    list
+        of torch-pruning's items
+    """
     self.walk.steps = 0
     rule = self.dg.get_pruner_of_module(root)
     return self.dg.get_pruning_group(root, rule.prune_out_channels, list(channels)).items
@@ -529,7 +685,20 @@ def parts(self:Graph,
     root:nn.Module, # a module of the graph
     channels:list,  # some of its output channels
 )->list:            # of `Part`
-    "Everything that has to go with `channels` of `root`"
+    """Everything that has to go with `channels` of `root`
+
+    Parameters
+    ----------
+    root : nn.Module
+        a module of the graph
+    channels : list
+        some of its output channels
+
+    Returns
+    -------
+    list
+        of `Part`
+    """
     found = []
     for item in self.search(root, channels):
         module = item.dep.target.module
@@ -583,7 +752,18 @@ def _take_out(self:Graph,
 def remove(self:Graph,
     parts:list, # of `Part`; those of several roots may be joined
 )->dict:        # old parameter -> new parameter
-    "Take the channels of all `parts` out of the model. Raises TornWeight, a ValueError, if a shared weight is torn"
+    """Take the channels of all `parts` out of the model. Raises TornWeight, a ValueError, if a shared weight is torn
+
+    Parameters
+    ----------
+    parts : list
+        of `Part`; those of several roots may be joined
+
+    Returns
+    -------
+    dict
+        old parameter -> new parameter
+    """
     merged = {}   # side of a module -> (one of its parts, the channels of all of them)
     for p in parts:
         _, idxs = merged.setdefault((p.module, p.prune.handler), (p, set()))
@@ -615,7 +795,20 @@ def narrowed(
     t:Tensor,   # shaped like the old parameter
     steps:list, # `(dim, kept)`, from `Graph.cut`
 )->Tensor:      # shaped like the new one
-    "What is left of `t` after the selections that made a parameter smaller"
+    """What is left of `t` after the selections that made a parameter smaller
+
+    Parameters
+    ----------
+    t : Tensor
+        shaped like the old parameter
+    steps : list
+        `(dim, kept)`, from `Graph.cut`
+
+    Returns
+    -------
+    Tensor
+        shaped like the new one
+    """
     for dim, kept in steps:
         kept = kept.to(t.device)
         t = t.index_select(dim, kept) if kept.dim() == 1 else torch.take_along_dim(t, kept, dim)
@@ -627,7 +820,18 @@ def narrowed(
 def cut(self:Graph,
     parts:list, # of `Part`
 )->dict:        # old parameter -> (new parameter, selections that made it)
-    "Remove the channels of all `parts` for good; attributes and gradients of parameters stay, hooks on them do not"
+    """Remove the channels of all `parts` for good; attributes and gradients of parameters stay, hooks on them do not
+
+    Parameters
+    ----------
+    parts : list
+        of `Part`
+
+    Returns
+    -------
+    dict
+        old parameter -> (new parameter, selections that made it)
+    """
     with _Selections() as selections: renewed = self.remove(parts)
     swaps = {}
     for old, new in renewed.items():
@@ -644,21 +848,57 @@ def stripes(
     n:int,   # channels, a multiple of `k`
     k:int=1, # equal ranges
 )->list:     # n/k lists of k channels
-    "One channel from each of `k` equal ranges"
+    """One channel from each of `k` equal ranges
+
+    Parameters
+    ----------
+    n : int
+        channels, a multiple of `k`
+    k : int, default 1
+        equal ranges
+
+    Returns
+    -------
+    list
+        n/k lists of k channels
+    """
     return [list(range(i, n, n//k)) for i in range(n//k)]
 
 def blocks(
     n:int,   # channels, a multiple of `k`
     k:int=1, # neighbours that go together
 )->list:     # n/k lists of k channels
-    "`k` neighbours"
+    """`k` neighbours
+
+    Parameters
+    ----------
+    n : int
+        channels, a multiple of `k`
+    k : int, default 1
+        neighbours that go together
+
+    Returns
+    -------
+    list
+        n/k lists of k channels
+    """
     return [list(range(i, i+k)) for i in range(0, n, k)]
 
 # %% ../../nbs/methods/06_channels.ipynb #1e26ff63
 def ranges_in(
     part:Part, # of a group
 )->int:
-    "Into how many ranges the channels of a part are divided, each of which must lose the same number"
+    """Into how many ranges the channels of a part are divided, each of which must lose the same number
+
+    Parameters
+    ----------
+    part : Part
+        of a group
+
+    Returns
+    -------
+    int
+    """
     m = part.module
     if isinstance(m, conv_types):
         depthwise = m.groups == m.in_channels == m.out_channels
@@ -671,7 +911,17 @@ def ranges_in(
 def with_first(self:Graph,
     root:nn.Module, # where pruning starts
 )->list:
-    "The channels of `root` that go with its first one, in order, that one among them"
+    """The channels of `root` that go with its first one, in order, that one among them
+
+    Parameters
+    ----------
+    root : nn.Module
+        where pruning starts
+
+    Returns
+    -------
+    list
+    """
     found = set()
     for p in self.parts(root, [0]):
         if p.module is root: found.update(p.idxs)
@@ -682,7 +932,20 @@ def pattern(self:Graph,
     root:nn.Module, # where pruning starts
     parts:list,     # what goes with all of its channels
 )->Callable|None:   # number of channels -> granules; None if they fit no pattern
-    "How the channels of `root` fall into the smallest sets that can go"
+    """How the channels of `root` fall into the smallest sets that can go
+
+    Parameters
+    ----------
+    root : nn.Module
+        where pruning starts
+    parts : list
+        what goes with all of its channels
+
+    Returns
+    -------
+    Callable|None
+        number of channels -> granules; None if they fit no pattern
+    """
     n, first = n_outputs(root), self.with_first(root)
     k = len(first)
     neighbours = first == list(range(k))
@@ -707,7 +970,23 @@ def _part_of(
 # %% ../../nbs/methods/06_channels.ipynb #01b1dc1c
 @dataclass(frozen=True, eq=False)
 class ChannelGroup:
-    "Layers whose output channels can only be removed together"
+    """Layers whose output channels can only be removed together
+
+    Parameters
+    ----------
+    units : tuple
+        the compressible layers among them, in model order
+    graph : Graph|None, default made anew
+        where they were found; None: to be traced anew
+    root : nn.Module|None, default None
+        where pruning starts
+    parts : list, default ()
+        of `Part`, for all channels of the root
+    pattern : Callable|None, default None
+        number of channels -> the smallest sets of them that can go
+    reason : str|None, default None
+        why nothing can be removed; None: it can
+    """
     units:tuple                                 # the compressible layers among them, in model order
     graph:Graph|None=field(repr=False)          # where they were found; None: to be traced anew
     root:nn.Module|None=field(default=None, repr=False) # where pruning starts
@@ -732,7 +1011,16 @@ class ChannelGroup:
         outputs = [p.module for p in self.parts if p.out]
         return {m for m in outputs if isinstance(m, nn.Module) and weight_names(m)}
     def parts_of(self, granules:list)->list:
-        "What goes with some of the granules; as they are closed, all that has to go is named by its roots"
+        """What goes with some of the granules; as they are closed, all that has to go is named by its roots
+
+        Parameters
+        ----------
+        granules : list
+
+        Returns
+        -------
+        list
+        """
         gone = {i for g in granules for i in g}
         return [_part_of(p, gone) for p in self.parts]
 
@@ -741,7 +1029,19 @@ def renewed(
     groups:list,      # of `ChannelGroup`, proven before
     graph:Graph|None, # of the model as it is now; None: let go of the old one
 )->list:
-    "The same groups in another graph, after channels are gone for good"
+    """The same groups in another graph, after channels are gone for good
+
+    Parameters
+    ----------
+    groups : list
+        of `ChannelGroup`, proven before
+    graph : Graph|None
+        of the model as it is now; None: let go of the old one
+
+    Returns
+    -------
+    list
+    """
     found = []
     for g in groups:
         parts = graph.parts(g.root, range(n_outputs(g.root))) if graph else ()
@@ -755,7 +1055,18 @@ no_target = "give it no target (a percentage for all passes it by)"
 def full_group(self:Graph,
     root:nn.Module, # where pruning starts
 )->ChannelGroup:    # without its units
-    "What goes with all channels of `root`. Raises ValueError if torch-pruning breaks on it or gets lost"
+    """What goes with all channels of `root`. Raises ValueError if torch-pruning breaks on it or gets lost
+
+    Parameters
+    ----------
+    root : nn.Module
+        where pruning starts
+
+    Returns
+    -------
+    ChannelGroup
+        without its units
+    """
     name = self.names[root]
     try:
         parts = self.parts(root, range(n_outputs(root)))
@@ -796,7 +1107,18 @@ def _with_group(
 def find_groups(
     graph:Graph, # of the model
 )->list:         # of `ChannelGroup`, each compressible layer in one of them
-    "The groups that torch-pruning sees, not proven yet"
+    """The groups that torch-pruning sees, not proven yet
+
+    Parameters
+    ----------
+    graph : Graph
+        of the model
+
+    Returns
+    -------
+    list
+        of `ChannelGroup`, each compressible layer in one of them
+    """
     groups, alone = [], {}   # `alone`: layer -> why it is in no group
     for i, unit in enumerate(graph.units):
         report(f"following the channels of layer {i + 1} of {len(graph.units)}")
@@ -818,7 +1140,17 @@ def find_groups(
 def in_order(
     groups:list, # of `ChannelGroup`, of one graph
 )->list:
-    "The groups by the place of their first layer in the model"
+    """The groups by the place of their first layer in the model
+
+    Parameters
+    ----------
+    groups : list
+        of `ChannelGroup`, of one graph
+
+    Returns
+    -------
+    list
+    """
     return sorted(groups, key=lambda g: g.graph.units.index(g.units[0]))
 
 # %% ../../nbs/methods/06_channels.ipynb #77268af3
@@ -827,7 +1159,22 @@ def pick(
     scores:Tensor,      # one for each granule
     n:int,              # how many go; fewer if a layer would have nothing left
 )->list:                # of granules
-    "The `n` least important granules; of equal ones those at the front, a score that is not a number last"
+    """The `n` least important granules; of equal ones those at the front, a score that is not a number last
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        to choose from
+    scores : Tensor
+        one for each granule
+    n : int
+        how many go; fewer if a layer would have nothing left
+
+    Returns
+    -------
+    list
+        of granules
+    """
     granules, everything = group.granules, set(range(n_outputs(group.root)))
     smaller = []   # channels of the root that a layer has, where it does not have them all
     for p in group.parts:

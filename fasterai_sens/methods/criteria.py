@@ -38,7 +38,21 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Criterion:
-    "Scores the weights of a unit: high means keep"
+    """Scores the weights of a unit: high means keep
+
+    Parameters
+    ----------
+    name : str
+        for display and results
+    score : Callable
+        (weight, reference) -> scores, all `[out, in, *kernel]` in float32
+    needs : str|None, default None
+        what the reference is; None if there is none
+    refs : Mapping|None, default None
+        parameter name -> reference, shaped like the parameter
+    loss : Callable|None, default None
+        (output, target) -> scalar, for criteria that need gradients
+    """
     name:str                  # for display and results
     score:Callable            # (weight, reference) -> scores, all `[out, in, *kernel]` in float32
     needs:str|None=None       # what the reference is; None if there is none
@@ -51,7 +65,16 @@ class Criterion:
         else: how = "calibration_data"
         return f"{self.name} needs {self.needs}; give {how}"
     def missing(self, unit:Unit)->str|None:
-        "Why `unit` has no scores, or None"
+        """Why `unit` has no scores, or None
+
+        Parameters
+        ----------
+        unit : Unit
+
+        Returns
+        -------
+        str|None
+        """
         if not self.needs: return None
         if self.refs is None: return self.how_to()
         if self.refs.get(unit.path) is not None: return None
@@ -73,7 +96,18 @@ def _find_reference(criterion:Criterion, unit:Unit):
 def __call__(self:Criterion,
     unit:Unit, # whose weights to score
 )->Tensor:     # `[out, in, *kernel]`, float32
-    "Scores of the weights of `unit`. Raises ValueError if the reference is missing or of another shape"
+    """Scores of the weights of `unit`. Raises ValueError if the reference is missing or of another shape
+
+    Parameters
+    ----------
+    unit : Unit
+        whose weights to score
+
+    Returns
+    -------
+    Tensor
+        `[out, in, *kernel]`, float32
+    """
     why = self.missing(unit)
     if why: raise ValueError(why)
     weights = unit.filters.float()
@@ -90,7 +124,17 @@ def __call__(self:Criterion,
 def since(self:Criterion,
     weights, # a state_dict, or a model
 )->Criterion:
-    "The same criterion, comparing with `weights`"
+    """The same criterion, comparing with `weights`
+
+    Parameters
+    ----------
+    weights
+        a state_dict, or a model
+
+    Returns
+    -------
+    Criterion
+    """
     if isinstance(weights, nn.Module): weights = dict(weights.named_parameters(remove_duplicate=False))
     if not isinstance(weights, Mapping):
         raise TypeError(f"since takes a state_dict or a model; got {type(weights).__name__}")
@@ -111,10 +155,24 @@ squared_final = Criterion("squared_final", _square)
 # %% ../../nbs/methods/00_criteria.ipynb #a2af67db
 @dataclass(frozen=True)
 class Seeds:
-    "A seed for each name"
+    """A seed for each name
+
+    Parameters
+    ----------
+    seed : int, default 0
+    """
     seed:int=0
     def get(self, name:str)->int:
-        "The seed that belongs to `name`"
+        """The seed that belongs to `name`
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        int
+        """
         return zlib.crc32(name.encode()) + self.seed
     __getitem__ = get
 
@@ -125,7 +183,17 @@ def _random(w, seed):
 def seeded(
     seed:int, # any integer
 )->Criterion:
-    "Random scores, the same at every call"
+    """Random scores, the same at every call
+
+    Parameters
+    ----------
+    seed : int
+        any integer
+
+    Returns
+    -------
+    Criterion
+    """
     return Criterion("random", _random, "a seed", Seeds(seed))
 
 random = seeded(0)
@@ -224,7 +292,26 @@ def collect_norms(
     sample,          # one example input
     loss=None,       # not used
 )->dict:             # parameter name -> input norms, shaped like the parameter
-    "Norm of every input channel of every unit that is reached, in one pass"
+    """Norm of every input channel of every unit that is reached, in one pass
+
+    Parameters
+    ----------
+    model : nn.Module
+        model to run
+    units : list
+        units to observe
+    data
+        calibration data
+    sample
+        one example input
+    loss : default None
+        not used
+
+    Returns
+    -------
+    dict
+        parameter name -> input norms, shaped like the parameter
+    """
     device = units[0].weight.device
     energies = {}   # unit -> module -> what its hook has added up
     with leave_no_trace(model, weights=()), torch.no_grad():
@@ -244,7 +331,20 @@ def default_loss(
 )->Tensor:  # scalar
     """Loss for common outputs: the model's own, cross-entropy for class numbers, mean squared error otherwise
 
-    Raises ValueError without targets."""
+    Raises ValueError without targets.
+
+    Parameters
+    ----------
+    out
+        what the model returned
+    target
+        what came with the batch
+
+    Returns
+    -------
+    Tensor
+        scalar
+    """
     own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if own is not None: return own
     if target is None: raise ValueError("taylor needs targets: give calibration_data as batches of (input, target)")
@@ -260,7 +360,21 @@ def with_labels(
     inputs,          # tensor, tuple or dict of model inputs
     target,          # what came with them, or None
 ):                   # the same inputs; with the labels if the model computes its own loss
-    "What a Hugging Face model needs to return its own loss"
+    """What a Hugging Face model needs to return its own loss
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    inputs
+        tensor, tuple or dict of model inputs
+    target
+        what came with them, or None
+
+    Returns
+    -------
+    the same inputs; with the labels if the model computes its own loss
+    """
     if target is None or not isinstance(inputs, Mapping): return inputs
     if "labels" not in signature(model.forward).parameters: return inputs
     return {**inputs, "labels": target}
@@ -294,7 +408,26 @@ def collect_gradients(
     sample,          # one example input
     loss=None,       # (output, target) -> scalar; None: `default_loss`
 )->dict:             # parameter name -> mean squared gradient, shaped like the parameter
-    "Squared gradient of every unit's weight, averaged over the batches"
+    """Squared gradient of every unit's weight, averaged over the batches
+
+    Parameters
+    ----------
+    model : nn.Module
+        model to run
+    units : list
+        units to observe
+    data
+        calibration data with targets
+    sample
+        one example input
+    loss : default None
+        (output, target) -> scalar; None: `default_loss`
+
+    Returns
+    -------
+    dict
+        parameter name -> mean squared gradient, shaped like the parameter
+    """
     device = units[0].weight.device
     total = {unit.path: torch.zeros_like(unit.weight, dtype=torch.float32) for unit in units}
     n = 0
@@ -329,7 +462,17 @@ def _plain(f, w, ref): return f(w)
 def as_criterion(
     x, # a `Criterion`, or a function from weight to scores
 )->Criterion:
-    "A `Criterion`. Raises TypeError for anything else"
+    """A `Criterion`. Raises TypeError for anything else
+
+    Parameters
+    ----------
+    x
+        a `Criterion`, or a function from weight to scores
+
+    Returns
+    -------
+    Criterion
+    """
     if isinstance(x, Criterion): return x
     if callable(x):
         name = getattr(x, "__name__", "custom")
@@ -345,7 +488,26 @@ def bind(
     data=None,       # calibration data, if the criterion uses any
     sample=None,     # one example input, tells inputs from targets
 )->Criterion:        # ready to be called on `units`
-    "Fetch the references of `criterion`. Raises ValueError if what it needs is not there"
+    """Fetch the references of `criterion`. Raises ValueError if what it needs is not there
+
+    Parameters
+    ----------
+    criterion
+        a `Criterion` or function
+    model : nn.Module
+        model it will score
+    units : list
+        units it will score
+    data : default None
+        calibration data, if the criterion uses any
+    sample : default None
+        one example input, tells inputs from targets
+
+    Returns
+    -------
+    Criterion
+        ready to be called on `units`
+    """
     c = as_criterion(criterion)
     if not c.needs or c.refs is not None: return c
     if c.needs in (INITIAL, PREVIOUS) or data is None: raise ValueError(c.how_to())
@@ -360,7 +522,20 @@ def block_axes(
     granularity:str, # one of `granularities`
     ndim:int,        # of the weight as `[out, in, *kernel]`
 )->tuple:            # axes over which a block extends
-    "The axes that lie inside one block"
+    """The axes that lie inside one block
+
+    Parameters
+    ----------
+    granularity : str
+        one of `granularities`
+    ndim : int
+        of the weight as `[out, in, *kernel]`
+
+    Returns
+    -------
+    tuple
+        axes over which a block extends
+    """
     kernel = tuple(range(2, ndim))
     is_matrix = ndim == 2
     if is_matrix: row, column = (1,), (0,)
@@ -380,7 +555,20 @@ def block_scores(
     scores:Tensor,   # `[out, in, *kernel]`
     granularity:str, # one of `granularities`
 )->Tensor:           # the same with the axes inside a block reduced to length 1
-    "Mean score of each block"
+    """Mean score of each block
+
+    Parameters
+    ----------
+    scores : Tensor
+        `[out, in, *kernel]`
+    granularity : str
+        one of `granularities`
+
+    Returns
+    -------
+    Tensor
+        the same with the axes inside a block reduced to length 1
+    """
     axes = block_axes(granularity, scores.dim())
     if not axes: return scores
     return scores.mean(axes, keepdim=True)
@@ -389,7 +577,18 @@ def block_scores(
 def parse_nm(
     granularity:str, # such as "2:4"
 )->tuple|None:       # (n, m), or None if it is not of this form
-    "Kept and total weights of an n:m pattern. Raises ValueError if nothing would be dropped or kept"
+    """Kept and total weights of an n:m pattern. Raises ValueError if nothing would be dropped or kept
+
+    Parameters
+    ----------
+    granularity : str
+        such as "2:4"
+
+    Returns
+    -------
+    tuple|None
+        (n, m), or None if it is not of this form
+    """
     found = re.fullmatch(r"(\d+):(\d+)", granularity)
     if not found: return None
     n, m = map(int, found.groups())
@@ -400,7 +599,17 @@ def parse_nm(
 def check_granularity(
     granularity, # what the user gave
 )->str:
-    "A known granularity or n:m pattern. Raises ValueError for anything else"
+    """A known granularity or n:m pattern. Raises ValueError for anything else
+
+    Parameters
+    ----------
+    granularity
+        what the user gave
+
+    Returns
+    -------
+    str
+    """
     if isinstance(granularity, str):
         if granularity in granularities or parse_nm(granularity): return granularity
     error = unknown_name(granularity, (*granularities, "2:4"), "granularity")

@@ -20,7 +20,19 @@ largest_float = torch.finfo(torch.float32).max
 class Grid:
     """The numbers `scale*(q - zero)` for the integers `q` from `low` to `high`
 
-    There is one grid for each row of a tensor, or one for the whole tensor."""
+    There is one grid for each row of a tensor, or one for the whole tensor.
+
+    Parameters
+    ----------
+    scale : Tensor
+        step, float32 `[rows]`
+    zero : Tensor
+        the `q` that stands for zero, int32 `[rows]`
+    low : int
+        smallest `q`
+    high : int
+        largest `q`
+    """
     scale:Tensor # step, float32 `[rows]`
     zero:Tensor  # the `q` that stands for zero, int32 `[rows]`
     low:int      # smallest `q`
@@ -46,7 +58,22 @@ def symmetric_grid(
     hi,       # largest value of each row
     bits:int, # 2..16
 )->Grid:      # its scale is 1 where all is zero
-    "The grid with zero in the middle that just holds the larger of `-lo` and `hi`"
+    """The grid with zero in the middle that just holds the larger of `-lo` and `hi`
+
+    Parameters
+    ----------
+    lo
+        smallest value of each row: a number or a tensor `[rows]`
+    hi
+        largest value of each row
+    bits : int
+        2..16
+
+    Returns
+    -------
+    Grid
+        its scale is 1 where all is zero
+    """
     lo, hi = _widen_to_zero(lo, hi)
     top = 2**(bits-1) - 1
     largest = torch.maximum(-lo, hi)
@@ -61,7 +88,22 @@ def asymmetric_grid(
     hi,       # largest value of each row
     bits:int, # 2..16
 )->Grid:      # its scale is 1 where all is zero
-    "The grid that spans `[lo, hi]` and zero"
+    """The grid that spans `[lo, hi]` and zero
+
+    Parameters
+    ----------
+    lo
+        smallest value of each row: a number or a tensor `[rows]`
+    hi
+        largest value of each row
+    bits : int
+        2..16
+
+    Returns
+    -------
+    Grid
+        its scale is 1 where all is zero
+    """
     lo, hi = _widen_to_zero(lo, hi)
     top = 2**bits - 1
     span = hi - lo   # can be more than float32 holds
@@ -98,7 +140,20 @@ def fake_quantize(
     x:Tensor,  # any floating dtype; `[rows, ...]` if the grid has several rows
     grid:Grid, # one for all of `x`, or one for each row
 )->Tensor:     # same shape and dtype
-    "`x` rounded to the nearest numbers of `grid`; gradients pass straight through where `x` is within it"
+    """`x` rounded to the nearest numbers of `grid`; gradients pass straight through where `x` is within it
+
+    Parameters
+    ----------
+    x : Tensor
+        any floating dtype; `[rows, ...]` if the grid has several rows
+    grid : Grid
+        one for all of `x`, or one for each row
+
+    Returns
+    -------
+    Tensor
+        same shape and dtype
+    """
     inside = _clamp_to_ends(x, grid)
     limit = min(torch.finfo(x.dtype).max, largest_float)
     rounded = _round_to_grid(inside, grid).clamp(-limit, limit)
@@ -109,7 +164,20 @@ def group_misfit(
     w:Tensor,       # weights, `[out, ...]`
     group_size:int, # that many neighbours make a row
 )->str|None:        # reason, or None if they fit
-    "Why the weights of an output cannot be divided into groups"
+    """Why the weights of an output cannot be divided into groups
+
+    Parameters
+    ----------
+    w : Tensor
+        weights, `[out, ...]`
+    group_size : int
+        that many neighbours make a row
+
+    Returns
+    -------
+    str|None
+        reason, or None if they fit
+    """
     n = w[:1].numel()
     if n % group_size == 0: return None
     return f"an output of this layer has {n} weights, which groups of {group_size} do not divide"
@@ -119,7 +187,22 @@ def scale_rows(
     per_channel=True, # a row for each index of axis 0, or one for all
     group_size=None,  # that many neighbours make a row; None: do not divide further
 )->Tensor:            # `[rows, weights that share a grid]`
-    "The weights, one row for each grid. Raises ValueError if `group_size` does not divide the weights of an output"
+    """The weights, one row for each grid. Raises ValueError if `group_size` does not divide the weights of an output
+
+    Parameters
+    ----------
+    w : Tensor
+        weights, `[out, ...]`
+    per_channel : default True
+        a row for each index of axis 0, or one for all
+    group_size : default None
+        that many neighbours make a row; None: do not divide further
+
+    Returns
+    -------
+    Tensor
+        `[rows, weights that share a grid]`
+    """
     if not per_channel: return w.reshape(1, -1)
     if group_size is None: return w.flatten(1)
     why = group_misfit(w, group_size)
@@ -134,7 +217,25 @@ def weight_grid(
     group_size=None,  # a grid for each `group_size` neighbours of an output; None: do not divide further
     symmetric=True,   # zero in the middle, or a grid that spans the weights
 )->Grid:
-    "The grids that just hold `w`, one for each row of `scale_rows`"
+    """The grids that just hold `w`, one for each row of `scale_rows`
+
+    Parameters
+    ----------
+    w : Tensor
+        weights, `[out, ...]`, any floating dtype
+    bits : int
+        2..16
+    per_channel : default True
+        a grid for each index of axis 0, or one for all
+    group_size : default None
+        a grid for each `group_size` neighbours of an output; None: do not divide further
+    symmetric : default True
+        zero in the middle, or a grid that spans the weights
+
+    Returns
+    -------
+    Grid
+    """
     rows = scale_rows(w.detach().float(), per_channel, group_size)
     lo, hi = rows.aminmax(dim=1)
     if symmetric: return symmetric_grid(lo, hi, bits)
@@ -148,7 +249,26 @@ def fake_quantize_weight(
     group_size=None,  # a grid for each `group_size` neighbours of an output; None: do not divide further
     symmetric=True,   # zero in the middle, or a grid that spans the weights
 )->Tensor:            # same shape and dtype
-    "`w` rounded to its own grids"
+    """`w` rounded to its own grids
+
+    Parameters
+    ----------
+    w : Tensor
+        weights, `[out, ...]`, any floating dtype
+    bits : int
+        2..16
+    per_channel : default True
+        a grid for each index of axis 0, or one for all
+    group_size : default None
+        a grid for each `group_size` neighbours of an output; None: do not divide further
+    symmetric : default True
+        zero in the middle, or a grid that spans the weights
+
+    Returns
+    -------
+    Tensor
+        same shape and dtype
+    """
     rows = scale_rows(w.detach(), per_channel, group_size)
     grid = weight_grid(w, bits, per_channel, group_size, symmetric)
     return fake_quantize(rows, grid).reshape(w.shape)

@@ -32,14 +32,31 @@ class MinMax:
     def update(self,
         x:Tensor, # activations, any floating dtype, finite, not empty
     ):
-        "Look at `x`"
+        """Look at `x`
+
+        Parameters
+        ----------
+        x : Tensor
+            activations, any floating dtype, finite, not empty
+        """
         lo, hi = _find_ends(x)
         self.lo = min(self.lo, lo)
         self.hi = max(self.hi, hi)
     def range(self,
         bits:int, # 2..16, of the grid that shall cover the range
     )->tuple:     # (lo, hi)
-        "Range for a grid of `bits`"
+        """Range for a grid of `bits`
+
+        Parameters
+        ----------
+        bits : int
+            2..16, of the grid that shall cover the range
+
+        Returns
+        -------
+        tuple
+            (lo, hi)
+        """
         return self.lo, self.hi
     def __str__(self): return self.name
 
@@ -51,7 +68,13 @@ def _is_number(x)->bool:
 class MovingAverage(MinMax):
     """Observer: exponential moving average of the smallest and largest value of each call
 
-    Raises ValueError for a rate that is not above 0 and up to 1."""
+    Raises ValueError for a rate that is not above 0 and up to 1.
+
+    Parameters
+    ----------
+    rate : float, default .01
+        share of the newest batch
+    """
     name = "moving_average"
     def __init__(self,
         rate:float=.01, # share of the newest batch
@@ -61,7 +84,13 @@ class MovingAverage(MinMax):
         super().__init__()
         self.rate = rate
     def update(self, x):
-        "Move towards the extremes of `x`"
+        """Move towards the extremes of `x`
+
+        Parameters
+        ----------
+        x
+            activations, any floating dtype, finite, not empty
+        """
         lo, hi = _find_ends(x)
         nothing_seen = self.lo > self.hi
         if nothing_seen:
@@ -84,7 +113,13 @@ class Histogram(MinMax):
         "Width of each bin"
         return 2.**self.exponent/self.half
     def update(self, x):
-        "Add `x` to the bins"
+        """Add `x` to the bins
+
+        Parameters
+        ----------
+        x
+            activations, any floating dtype, finite, not empty
+        """
         super().update(x)
         reach = max(-self.lo, self.hi)
         if reach:   # zeros alone fit any bins
@@ -100,7 +135,13 @@ class Histogram(MinMax):
     def widen(self,
         exponent:int, # the bins shall reach to `2**exponent`
     ):
-        "Add up neighbouring bins until all of them reach far enough"
+        """Add up neighbouring bins until all of them reach far enough
+
+        Parameters
+        ----------
+        exponent : int
+            the bins shall reach to `2**exponent`
+        """
         doublings = exponent - self.exponent
         if doublings <= 0: return
         old = torch.arange(-self.half, self.half)
@@ -113,7 +154,13 @@ class Histogram(MinMax):
 class Percentile(Histogram):
     """Observer: from the `100 - pct`-th percentile to the `pct`-th
 
-    Raises ValueError for a `pct` that is not above 50 and up to 100."""
+    Raises ValueError for a `pct` that is not above 50 and up to 100.
+
+    Parameters
+    ----------
+    pct : float, default 99.9
+        percent of the values that are not above the range
+    """
     name = "percentile"
     def __init__(self,
         pct:float=99.9, # percent of the values that are not above the range
@@ -123,7 +170,18 @@ class Percentile(Histogram):
         super().__init__()
         self.pct = pct
     def range(self, bits):
-        "Percentiles of what was seen, the same for all `bits`"
+        """Percentiles of what was seen, the same for all `bits`
+
+        Parameters
+        ----------
+        bits
+            2..16, of the grid that shall cover the range
+
+        Returns
+        -------
+        tuple
+            (lo, hi)
+        """
         up_to = self.bins[0].cumsum(0)   # how many values are in a bin or left of it
         n = up_to[-1]
         n_below = n*(100 - self.pct)/100
@@ -140,7 +198,20 @@ def grid_error(
     bins:Tensor,  # count, sum and sum of squares `[3, bins]`, no empty ones
     grid:Grid,    # several candidates, as rows
 )->Tensor:        # at least the sum of squared errors, float64 `[rows]`
-    "What rounding to each grid costs, if each bin rounds to one number"
+    """What rounding to each grid costs, if each bin rounds to one number
+
+    Parameters
+    ----------
+    bins : Tensor
+        count, sum and sum of squares `[3, bins]`, no empty ones
+    grid : Grid
+        several candidates, as rows
+
+    Returns
+    -------
+    Tensor
+        at least the sum of squared errors, float64 `[rows]`
+    """
     count, total, square = bins
     scale = grid.scale.double()[:, None]
     zero = grid.zero[:, None]
@@ -159,7 +230,24 @@ def least_error(
 )->float:         # at most the sum of squared errors
     """What rounding to `grid` costs at least
 
-    Where a rounding edge runs through a bin, the values in it are close to half a step off."""
+    Where a rounding edge runs through a bin, the values in it are close to half a step off.
+
+    Parameters
+    ----------
+    bins : Tensor
+        count, sum and sum of squares `[3, bins]`, no empty ones
+    left : Tensor
+        left edge of each bin
+    width : float
+        of the bins
+    grid : Grid
+        one that spans all of them
+
+    Returns
+    -------
+    float
+        at most the sum of squared errors
+    """
     count, total, square = bins
     scale = grid.scale.double()
     first = (left/scale).round()
@@ -196,7 +284,18 @@ class MSE(Histogram):
     name = "mse"
     shrink = 2.**(-torch.arange(64.)/6)
     def range(self, bits):
-        "The best range that a search finds, or all that was seen"
+        """The best range that a search finds, or all that was seen
+
+        Parameters
+        ----------
+        bits
+            2..16, of the grid that shall cover the range
+
+        Returns
+        -------
+        tuple
+            (lo, hi)
+        """
         lo, hi = min(self.lo, 0.), max(self.hi, 0.)
         filled = self.bins[0] > 0
         bins = self.bins[:, filled]
@@ -213,7 +312,19 @@ observers = {o.name: o for o in (MinMax, MovingAverage, Percentile, MSE)}
 def find_observer(
     ranges,    # a name, with its number unless that is the usual one ("percentile 99"), or a function that makes one
 )->Callable:   # returns a new observer
-    "The observer that is meant. Raises ValueError for an unknown name"
+    """The observer that is meant. Raises ValueError for an unknown name
+
+    Parameters
+    ----------
+    ranges
+        a name, with its number unless that is the usual one ("percentile 99"), or a function that makes
+        one
+
+    Returns
+    -------
+    Callable
+        returns a new observer
+    """
     if callable(ranges): return ranges
     name, _, number = str(ranges).partition(" ")
     if name in observers and not number: return observers[name]

@@ -17,7 +17,18 @@ def optimizers_in(
 )->list:       # it, and those it is made of
     """An optimizer and what it wraps
 
-    That is fastai's `OptimWrapper` and `Lookahead`, and others whose inner optimizer has one of the usual names."""
+    That is fastai's `OptimWrapper` and `Lookahead`, and others whose inner optimizer has one of the usual names.
+
+    Parameters
+    ----------
+    optimizer
+        PyTorch's or fastai's
+
+    Returns
+    -------
+    list
+        it, and those it is made of
+    """
     found = [optimizer]
     for name in ("opt", "optimizer", "base_optimizer", "_base_optimizer"):
         if name in vars(optimizer): found += optimizers_in(vars(optimizer)[name])
@@ -36,7 +47,13 @@ def check_optimizer(
 ):
     """Refuse an optimizer whose state is not shaped like the parameters, so that it cannot be cut
 
-    Raises ValueError for that, and TypeError for what is no optimizer."""
+    Raises ValueError for that, and TypeError for what is no optimizer.
+
+    Parameters
+    ----------
+    optimizer
+        PyTorch's or fastai's
+    """
     if not hasattr(optimizer, "state"):
         raise TypeError(f"optimizer is one of PyTorch's or fastai's; got {optimizer!r}")
     for opt in optimizers_in(optimizer):
@@ -79,7 +96,15 @@ def swap_parameters(
     optimizer,  # PyTorch's or fastai's
     swaps:dict, # old parameter -> (new parameter, selections that made it), from `Graph.cut`
 ):
-    "Put the new parameters in the place of the old ones, with what is left of their state"
+    """Put the new parameters in the place of the old ones, with what is left of their state
+
+    Parameters
+    ----------
+    optimizer
+        PyTorch's or fastai's
+    swaps : dict
+        old parameter -> (new parameter, selections that made it), from `Graph.cut`
+    """
     chain = optimizers_in(optimizer)
     for opt in chain: _swap_slow_weights(opt, swaps)   # finds them by where the old parameters are
     for opt in chain:

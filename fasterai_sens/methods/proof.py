@@ -29,7 +29,19 @@ def channel_axis(
     module:nn.Module, # a layer that reads channels
     x:Tensor,         # its input
 )->int:
-    "Where the channels are"
+    """Where the channels are
+
+    Parameters
+    ----------
+    module : nn.Module
+        a layer that reads channels
+    x : Tensor
+        its input
+
+    Returns
+    -------
+    int
+    """
     if isinstance(module, conv_types): return x.dim() - 1 - len(module.kernel_size)
     return x.dim() - 1
 
@@ -64,7 +76,19 @@ def out_axis(
     module:nn.Module, # one that has channels of its own
     out:Tensor,       # what it returns
 )->int:
-    "Where the channels are that a module returns"
+    """Where the channels are that a module returns
+
+    Parameters
+    ----------
+    module : nn.Module
+        one that has channels of its own
+    out : Tensor
+        what it returns
+
+    Returns
+    -------
+    int
+    """
     second = isinstance(module, _second) or type(module).__name__ == "FrozenBatchNorm2d"
     return 1 if second else channel_axis(module, out)
 
@@ -104,7 +128,17 @@ _norm_names = ("rmsnorm", "globalresponsenorm", "grn")
 def mixer(self:Graph,
     part:Part, # of a group
 )->nn.Module|None:
-    "The norm over channels that a part is or belongs to, or None"
+    """The norm over channels that a part is or belongs to, or None
+
+    Parameters
+    ----------
+    part : Part
+        of a group
+
+    Returns
+    -------
+    nn.Module|None
+    """
     if not part.out: return None
     m = part.module
     if isinstance(m, nn.Parameter): m = self.holders[m][0][0]
@@ -121,7 +155,24 @@ def run(self:Graph,
     training:bool=False, # in training mode
     source:bool=False, # silence them where they come from, too
 )->tuple:              # inputs of the readers without those channels, everything the model returns
-    "The sample through the model without some channels, norms over channels passed by"
+    """The sample through the model without some channels, norms over channels passed by
+
+    Parameters
+    ----------
+    parts : list, default ()
+        of `Part`, the channels to do without
+    silent : bool, default False
+        silence them where they are read; False: take them out
+    training : bool, default False
+        in training mode
+    source : bool, default False
+        silence them where they come from, too
+
+    Returns
+    -------
+    tuple
+        inputs of the readers without those channels, everything the model returns
+    """
     readers, seen = {}, []   # `readers`: module -> the channels it does without
     for p in parts:
         if not p.out: readers.setdefault(p.module, set()).update(p.idxs)
@@ -149,7 +200,19 @@ def differ(
     x:Tensor, # of any kind
     y:Tensor, # of the same shape
 )->bool:
-    "Whether two tensors are further apart than rounding explains"
+    """Whether two tensors are further apart than rounding explains
+
+    Parameters
+    ----------
+    x : Tensor
+        of any kind
+    y : Tensor
+        of the same shape
+
+    Returns
+    -------
+    bool
+    """
     if not x.is_floating_point() and not x.is_complex(): return False
     tolerance = .05 if x.dtype in (torch.float16, torch.bfloat16) else .001
     x, y = _in_double(x), _in_double(y)
@@ -163,7 +226,18 @@ def differ(
 def shapes(
     tensors:list, # of `Tensor`
 )->list:          # of `torch.Size`
-    "The shape of each"
+    """The shape of each
+
+    Parameters
+    ----------
+    tensors : list
+        of `Tensor`
+
+    Returns
+    -------
+    list
+        of `torch.Size`
+    """
     return [t.shape for t in tensors]
 
 @patch(as_prop=True)
@@ -232,7 +306,18 @@ def _names_of(
 def ways(self:Graph,
     group:ChannelGroup, # of this graph
 )->str:                 # " (through Add, View)", or empty
-    "The operations without parameters on the way of a group's channels; those over all channels are named again"
+    """The operations without parameters on the way of a group's channels; those over all channels are named again
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        of this graph
+
+    Returns
+    -------
+    str
+        " (through Add, View)", or empty
+    """
     ops = []
     for item in self.search(group.root, [0]):
         node = item.dep.target
@@ -262,7 +347,19 @@ def fault(self:Graph,
     groups:list, # of `ChannelGroup`
     exact:bool,  # compare with silencing
 )->str|None:
-    "Why channels of `groups` cannot be removed, or None if they can"
+    """Why channels of `groups` cannot be removed, or None if they can
+
+    Parameters
+    ----------
+    groups : list
+        of `ChannelGroup`
+    exact : bool
+        compare with silencing
+
+    Returns
+    -------
+    str|None
+    """
     chance = torch.Generator().manual_seed(0)
     third = _trial(groups, 1/3, chance)
     single = _trial(groups, 0, chance)
@@ -288,7 +385,22 @@ def prove(
     groups:list, # of `ChannelGroup` that share no layer
     exact:bool,  # compare with silencing
 )->list:         # the groups, with the reason where one failed
-    "Try all groups at once, and halves of them as long as that fails"
+    """Try all groups at once, and halves of them as long as that fails
+
+    Parameters
+    ----------
+    graph : Graph
+        of the model
+    groups : list
+        of `ChannelGroup` that share no layer
+    exact : bool
+        compare with silencing
+
+    Returns
+    -------
+    list
+        the groups, with the reason where one failed
+    """
     if not groups: return []
     names = groups[0].name
     if len(groups) > 1: names += f" and {len(groups) - 1} more"
@@ -371,7 +483,22 @@ def channel_groups(
     sample,          # one example input
     verbose:bool=True, # show a progress bar, if it takes long
 )->list:             # of `ChannelGroup`, in model order, each compressible layer in one of them
-    "The units of structural pruning, proven on the sample. Raises ValueError if torch-pruning cannot trace the model"
+    """The units of structural pruning, proven on the sample. Raises ValueError if torch-pruning cannot trace the model
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+    verbose : bool, default True
+        show a progress bar, if it takes long
+
+    Returns
+    -------
+    list
+        of `ChannelGroup`, in model order, each compressible layer in one of them
+    """
     with slow_bar(1, verbose, "following channels through the model"):
         return _proven_groups(Graph(model, sample))
 

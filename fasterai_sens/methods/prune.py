@@ -58,7 +58,20 @@ def channel_scores(
     group:ChannelGroup, # what to score
     criteria:Criterion, # bound to the model
 )->Tensor:              # one score for each granule
-    "How much the granules of `group` matter, by all the weights that would go with them"
+    """How much the granules of `group` matter, by all the weights that would go with them
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        what to score
+    criteria : Criterion
+        bound to the model
+
+    Returns
+    -------
+    Tensor
+        one score for each granule
+    """
     n = n_outputs(group.root)
     total, n_parts = torch.zeros(n), 0
     for part in group.parts:
@@ -76,7 +89,22 @@ def rounded(
     n:int,     # granules there are
     step:int,  # a multiple of this has to stay
 )->int:        # 1..n
-    "The multiple of `step` nearest to `left`, of equal ones the larger; `n` where there is none"
+    """The multiple of `step` nearest to `left`, of equal ones the larger; `n` where there is none
+
+    Parameters
+    ----------
+    left : int
+        granules that should stay
+    n : int
+        granules there are
+    step : int
+        a multiple of this has to stay
+
+    Returns
+    -------
+    int
+        1..n
+    """
     nearest = step*((2*left + step)//(2*step))
     return min(max(nearest, step, 1), n)
 
@@ -84,7 +112,19 @@ def granule_step(
     round_to:int, # the number of channels that stay is a multiple of this
     k:int,        # channels in each granule
 )->int:
-    "A multiple of how many granules has to stay"
+    """A multiple of how many granules has to stay
+
+    Parameters
+    ----------
+    round_to : int
+        the number of channels that stay is a multiple of this
+    k : int
+        channels in each granule
+
+    Returns
+    -------
+    int
+    """
     return round_to//math.gcd(round_to, k)
 
 def n_gone(
@@ -93,7 +133,24 @@ def n_gone(
     k:int=1,        # channels in each
     round_to:int=1, # the number of channels that stay is a multiple of this
 )->int:             # at least one stays
-    "How many granules `pct` percent are"
+    """How many granules `pct` percent are
+
+    Parameters
+    ----------
+    n : int
+        granules there are
+    pct : float
+        percent of them, 0..100
+    k : int, default 1
+        channels in each
+    round_to : int, default 1
+        the number of channels that stay is a multiple of this
+
+    Returns
+    -------
+    int
+        at least one stays
+    """
     left = n - n_dropped(n, pct)
     return n - rounded(left, n, granule_step(round_to, k))
 
@@ -103,7 +160,21 @@ def check_ratio(
     what="pruning_ratio",  # its name, for the message
     computed=False,        # the product of a calculation: no warning for values below 1
 )->float:
-    "A percentage of channels. Raises ValueError for anything else, and for one that would leave no channel"
+    """A percentage of channels. Raises ValueError for anything else, and for one that would leave no channel
+
+    Parameters
+    ----------
+    pct
+        what the user gave
+    what : default "pruning_ratio"
+        its name, for the message
+    computed : default False
+        the product of a calculation: no warning for values below 1
+
+    Returns
+    -------
+    float
+    """
     pct = check_pct(pct, what, computed=computed)
     if pct == 100: raise ValueError(f"{what} of 100 % would leave no channel")
     return pct
@@ -112,7 +183,17 @@ def check_ratio(
 @method("pruning")
 @dataclass(frozen=True)
 class Pruned(Perturbation):
-    "Remove channels of one group: `with Pruned(50)(model, group): ...`"
+    """Remove channels of one group: `with Pruned(50)(model, group): ...`
+
+    Parameters
+    ----------
+    pct : float, default 50
+        percent of its channels
+    criteria : Criterion, default large_final
+        which of them matter
+    round_to : int, default 1
+        the number of channels that stay is a multiple of this
+    """
     pct:float=50               # percent of its channels
     criteria:Criterion=large_final # which of them matter
     round_to:int=1             # the number of channels that stay is a multiple of this
@@ -124,7 +205,14 @@ class Pruned(Perturbation):
         object.__setattr__(self, "round_to", check_count(self.round_to, "round_to"))
     @classmethod
     def find_units(cls, model, units, sample):
-        "The groups in which `units` are. Raises ValueError if the model cannot be traced"
+        """The groups in which `units` are. Raises ValueError if the model cannot be traced
+
+        Parameters
+        ----------
+        model
+        units
+        sample
+        """
         names = {u.name for u in units}
         found = []
         for g in channel_groups(model, sample):
@@ -132,7 +220,16 @@ class Pruned(Perturbation):
         return found
     @classmethod
     def configure(cls, *, model, units=(), criteria=large_final, calibration_data=None, sample=None):
-        "Fetch what the criterion needs, for the groups and their readers"
+        """Fetch what the criterion needs, for the groups and their readers
+
+        Parameters
+        ----------
+        model
+        units : default ()
+        criteria : default large_final
+        calibration_data : default None
+        sample : default None
+        """
         bound = bind(criteria, model, all_units(model)[0], calibration_data, sample)
         return partial(cls, criteria=bound)
     @property
@@ -144,7 +241,17 @@ class Pruned(Perturbation):
 def check_group(
     unit, # what the user gave
 )->ChannelGroup:
-    "The group. Raises TypeError for a single layer"
+    """The group. Raises TypeError for a single layer
+
+    Parameters
+    ----------
+    unit
+        what the user gave
+
+    Returns
+    -------
+    ChannelGroup
+    """
     if not isinstance(unit, ChannelGroup):
         raise TypeError(f"pruning takes a group of channel_groups(model, sample); got {type(unit).__name__}")
     return unit
@@ -152,7 +259,18 @@ def check_group(
 def n_granules(
     group:ChannelGroup, # one that can be pruned
 )->tuple:               # how many granules, channels in each
-    "What there is to choose from"
+    """What there is to choose from
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        one that can be pruned
+
+    Returns
+    -------
+    tuple
+        how many granules, channels in each
+    """
     granules = group.granules
     return len(granules), len(granules[0])
 
@@ -161,7 +279,21 @@ def why_none(
     pct:float,          # percent of its channels
     round_to:int,       # the number of channels that stay is a multiple of this
 )->str|None:
-    "Why `pct` percent is no channel, or None if it is some"
+    """Why `pct` percent is no channel, or None if it is some
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        one that can be pruned
+    pct : float
+        percent of its channels
+    round_to : int
+        the number of channels that stay is a multiple of this
+
+    Returns
+    -------
+    str|None
+    """
     n, k = n_granules(group)
     if n_gone(n, pct, k, round_to): return None
     what = "channels" if k == 1 else f"sets of {k} channels"
@@ -170,7 +302,12 @@ def why_none(
 
 @patch
 def refusal(self:Pruned, unit):
-    "Why no channels of the group are removed at this level, or None. Raises TypeError for a single layer"
+    """Why no channels of the group are removed at this level, or None. Raises TypeError for a single layer
+
+    Parameters
+    ----------
+    unit
+    """
     group = check_group(unit)
     if group.reason: return group.reason
     none = why_none(group, self.pct, self.round_to)
@@ -181,7 +318,13 @@ def refusal(self:Pruned, unit):
 # %% ../../nbs/methods/08_prune.ipynb #4fb95f18
 @patch
 def change(self:Pruned, model, unit):
-    "Take the least important channels of the group out"
+    """Take the least important channels of the group out
+
+    Parameters
+    ----------
+    model
+    unit
+    """
     group = check_group(unit)
     if group.graph.model is not model:
         raise ValueError("the group was found in another model; call channel_groups on this one")

@@ -39,7 +39,19 @@ def check_ratios(
 ):               # float, or dict
     """What is asked, before there is a model
 
-    Raises ValueError for a level that makes no sense, or targets for another method."""
+    Raises ValueError for a level that makes no sense, or targets for another method.
+
+    Parameters
+    ----------
+    ratio
+        percent, or layer name -> percent
+    context : str
+        "local" or "global"
+
+    Returns
+    -------
+    float, or dict
+    """
     if context not in ("local", "global"): raise ValueError(f"context is 'local' or 'global'; got {context!r}")
     if not isinstance(ratio, Mapping): return check_ratio(ratio)
     if context == "global":
@@ -57,7 +69,13 @@ def check_rising(
 ):
     """A schedule that never goes back, as what is cut off does not grow again
 
-    Raises TypeError for what is no schedule, ValueError for one that falls."""
+    Raises TypeError for what is no schedule, ValueError for one that falls.
+
+    Parameters
+    ----------
+    schedule
+        a `Schedule`, or None
+    """
     if schedule is None: return None
     if not callable(getattr(schedule, "progress", None)):
         raise TypeError(f"schedule is a Schedule such as agp or one_cycle; got {schedule!r}")
@@ -73,7 +91,17 @@ def guess_inputs(
 )->Tensor:
     """One image of 224 x 224, or one row, of the size that the first layer takes
 
-    Raises ValueError for other first layers, and for a model that does not run on it."""
+    Raises ValueError for other first layers, and for a model that does not run on it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    Tensor
+    """
     unit = next(iter(find_units(model)[0]))
     first, kind = unit.module, type(model).__name__
     if isinstance(first, nn.Linear): shape = (1, first.in_features)
@@ -93,7 +121,20 @@ def named_modules_of(
 )->set:              # of modules
     """The modules meant, with everything inside them
 
-    Raises KeyError for one that is not in the model, TypeError for anything else."""
+    Raises KeyError for one that is not in the model, TypeError for anything else.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    layers
+        modules or names, or None
+
+    Returns
+    -------
+    set
+        of modules
+    """
     known = dict(model.named_modules(remove_duplicate=False))
     if isinstance(layers, str | nn.Module): layers = [layers]
     layers = layers or ()
@@ -112,7 +153,20 @@ def without_ignored(
     groups:list, # of `ChannelGroup`
     ignored:set, # of modules
 )->list:         # the same, those with an ignored layer with that as their reason
-    "Leave alone what the user wants left alone"
+    """Leave alone what the user wants left alone
+
+    Parameters
+    ----------
+    groups : list
+        of `ChannelGroup`
+    ignored : set
+        of modules
+
+    Returns
+    -------
+    list
+        the same, those with an ignored layer with that as their reason
+    """
     left = []
     for g in groups:
         modules = {p.module for p in g.parts if p.out}
@@ -148,7 +202,24 @@ def resolve(
     round_to:int=1, # the number of channels that stay is a multiple of this
     context="local", # "local": a percentage of each group; "global": of all
 )->tuple:        # group name -> percent, list of `(name, reason)`
-    "What to remove from which group, and what stays for which reason. Raises KeyError and ValueError"
+    """What to remove from which group, and what stays for which reason. Raises KeyError and ValueError
+
+    Parameters
+    ----------
+    groups : list
+        of `ChannelGroup`
+    ratio
+        percent, or layer name -> percent
+    round_to : int, default 1
+        the number of channels that stay is a multiple of this
+    context : default "local"
+        "local": a percentage of each group; "global": of all
+
+    Returns
+    -------
+    tuple
+        group name -> percent, list of `(name, reason)`
+    """
     asked = _asked(groups, ratio) if isinstance(ratio, Mapping) else {g.name: ratio for g in groups}
     targets, reasons, skipped = {}, {}, []
     for g in groups:
@@ -171,7 +242,20 @@ def model_size(
     model:nn.Module, # any model
     sample,          # one example input
 )->dict:             # layers: name -> (type, outputs, parameters); parameters and multiply-accumulates of the whole
-    "How large a model is now; what `count_flops_params` does not see is not in it"
+    """How large a model is now; what `count_flops_params` does not see is not in it
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+
+    Returns
+    -------
+    dict
+        layers: name -> (type, outputs, parameters); parameters and multiply-accumulates of the whole
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")   # of weights that are used outside their modules, which cannot be counted
         macs, _, _ = count_flops_params(model, sample, verbose=False)
@@ -181,7 +265,33 @@ def model_size(
 
 # %% ../../nbs/methods/11_pruner.ipynb #1c097096
 class Pruner:
-    "Removes the least important channels of a model"
+    """Removes the least important channels of a model
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place, by `prune_model`
+    pruning_ratio
+        percent of the channels of every group, or layer name -> percent
+    context : str, default "local"
+        "local": a percentage of each group; "global": of all groups together, in one ranking
+    criteria : default large_final
+        which channels matter; compares with the weights of now if it needs earlier ones
+    schedule : default None
+        `Schedule` over the `steps`; None: in equal steps
+    ignored_layers : default None
+        modules or names; their outputs, and what is coupled to them, stay as they are
+    example_inputs : default None
+        an input the model runs on; None: an image or a row of the size the first layer takes
+    steps : int, default 1
+        in how many calls of `prune_model` the ratio is reached
+    round_to : int, default 1
+        the number of channels that stay in a layer is a multiple of this
+    calibration_data : default None
+        for criteria that use data
+    verbose : bool, default True
+        show a progress bar, if finding the groups takes long
+    """
     def __init__(self,
         model:nn.Module,      # changed in place, by `prune_model`
         pruning_ratio,        # percent of the channels of every group, or layer name -> percent
@@ -254,7 +364,20 @@ def in_one_ranking(
     scores:dict, # group name -> one score for each granule
     n:int,       # how many go
 )->dict:         # group name -> how many of its granules stay
-    "One ranking over all groups"
+    """One ranking over all groups
+
+    Parameters
+    ----------
+    scores : dict
+        group name -> one score for each granule
+    n : int
+        how many go
+
+    Returns
+    -------
+    dict
+        group name -> how many of its granules stay
+    """
     names, ranked = [], [torch.zeros(0)]
     for name, of_group in scores.items():
         all_but_best = of_group.sort().values[:-1]   # the best of each group does not take part
@@ -344,7 +467,20 @@ def prune_to(self:Pruner,
     share:float, # of the targets, 0..1
     agree=None,  # what goes (group name -> granules) -> what counts, where several processes choose; None: this
 )->dict:         # old parameter -> (new parameter, selections that made it); empty if nothing went
-    "Remove channels until `share` of the targets is reached"
+    """Remove channels until `share` of the targets is reached
+
+    Parameters
+    ----------
+    share : float
+        of the targets, 0..1
+    agree : default None
+        what goes (group name -> granules) -> what counts, where several processes choose; None: this
+
+    Returns
+    -------
+    dict
+        old parameter -> (new parameter, selections that made it); empty if nothing went
+    """
     if share <= self.share or not self.groups: return {}
     chosen = self._choose(share)
     if agree is not None: chosen = agree(chosen)
@@ -367,7 +503,13 @@ def _step(self:Pruner, optimizer):
 def prune_model(self:Pruner,
     optimizer=None, # PyTorch's or fastai's; give the one that exists, or it goes on with the old parameters
 ):
-    "One step towards the targets; after the last one, nothing"
+    """One step towards the targets; after the last one, nothing
+
+    Parameters
+    ----------
+    optimizer : default None
+        PyTorch's or fastai's; give the one that exists, or it goes on with the old parameters
+    """
     if self.done == self.steps: return
     if optimizer is not None: check_optimizer(optimizer)
     with PutBack(): self._step(optimizer)   # a signal waits until all is done
@@ -391,7 +533,17 @@ def print_sparsity(self:Pruner):
 # %% ../../nbs/methods/11_pruner.ipynb #5cb8f2bd
 @patch(cls_method=True)
 def apply(cls:Pruned, model, targets, *, sample=None, criteria=large_final, calibration_data=None, settings=()):
-    "Take the channels out for good; returns the `Pruner`"
+    """Take the channels out for good; returns the `Pruner`
+
+    Parameters
+    ----------
+    model
+    targets
+    sample : default None
+    criteria : default large_final
+    calibration_data : default None
+    settings : default ()
+    """
     pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, calibration_data=calibration_data)
     pruner.prune_model()
     return pruner

@@ -38,7 +38,18 @@ sides = {False: (), True: ("output",), "output": ("output",), "input": ("input",
 def find_sides(
     quant_activations, # False, True, "output", "input" or "both"
 )->tuple:              # of "input" and "output"
-    "Which activations are meant. Raises ValueError for anything else"
+    """Which activations are meant. Raises ValueError for anything else
+
+    Parameters
+    ----------
+    quant_activations
+        False, True, "output", "input" or "both"
+
+    Returns
+    -------
+    tuple
+        of "input" and "output"
+    """
     if isinstance(quant_activations, bool | str) and quant_activations in sides: return sides[quant_activations]
     names = [side for side in sides if isinstance(side, str)]
     near = get_close_matches(str(quant_activations), names, n=1)
@@ -53,7 +64,21 @@ def hook_side(
     side:str,         # "input" or "output"
     f:Callable,       # function of its floating tensors there; what it returns takes their place
 )->RemovableHandle:
-    "Pass what goes into `module`, or comes out of it, through `f`"
+    """Pass what goes into `module`, or comes out of it, through `f`
+
+    Parameters
+    ----------
+    module : nn.Module
+        a layer
+    side : str
+        "input" or "output"
+    f : Callable
+        function of its floating tensors there; what it returns takes their place
+
+    Returns
+    -------
+    RemovableHandle
+    """
     def change(t): return f(t) if t.is_floating_point() else t
     def before(_, args, kwargs): return mapped(change, args), mapped(change, kwargs)
     def after(_, args, out): return mapped(change, out)
@@ -87,7 +112,28 @@ def observe_ranges(
 )->dict:             # side -> unit name -> observer
     """Observers of all layers, after one pass over the data
 
-    Raises ValueError, with the name of the layer, if it meets NaN or infinity."""
+    Raises ValueError, with the name of the layer, if it meets NaN or infinity.
+
+    Parameters
+    ----------
+    model : nn.Module
+        model to run
+    units : list
+        units whose activations are watched
+    data
+        calibration data
+    sample
+        one example input
+    make : Callable, default MinMax
+        returns a new observer
+    at : default ("output",)
+        of "input" and "output"
+
+    Returns
+    -------
+    dict
+        side -> unit name -> observer
+    """
     seen = {side: {} for side in at}
     device = units[0].weight.device
     with leave_no_trace(model, weights=()), torch.no_grad():
@@ -105,7 +151,15 @@ def check_group_size(
     group_size,  # what the user gave
     per_channel, # whether each output channel has scales of its own
 ):
-    "Raises ValueError for a group size that is not None or a positive whole number, or that makes no sense"
+    """Raises ValueError for a group size that is not None or a positive whole number, or that makes no sense
+
+    Parameters
+    ----------
+    group_size
+        what the user gave
+    per_channel
+        whether each output channel has scales of its own
+    """
     if group_size is None: return
     is_whole = isinstance(group_size, Integral) and not isinstance(group_size, bool)
     if not is_whole or group_size < 1:
@@ -119,7 +173,25 @@ def check_group_size(
 @method("quantization")
 @dataclass(frozen=True)
 class Quantized(Perturbation):
-    "Quantize one unit: `with Quantized(8)(model, unit): ...`"
+    """Quantize one unit: `with Quantized(8)(model, unit): ...`
+
+    Parameters
+    ----------
+    bits : int, default 8
+        2..16
+    per_channel : bool, default True
+        a scale for each output channel, or one for the layer
+    group_size : int|None, default None
+        how many neighbouring weights of an output channel share a scale; None: all of them
+    symmetric : bool, default True
+        of the weights' grids: zero in the middle, or spanning the weights
+    ranges : Mapping, default dict()
+        side -> unit name -> (lo, hi); empty: weights only
+    observer : str|None, default None
+        what found `ranges`, for the result
+    observed_on : str|None, default None
+        the data in which it found them, for the result
+    """
     bits:int=8                # 2..16
     per_channel:bool=True     # a scale for each output channel, or one for the layer
     group_size:int|None=None  # how many neighbouring weights of an output channel share a scale; None: all of them
@@ -156,7 +228,12 @@ class Quantized(Perturbation):
 # %% ../../nbs/methods/04_quantize.ipynb #05e34b60
 @patch
 def refusal(self:Quantized, unit):
-    "Why `unit` cannot be quantized like this, or None"
+    """Why `unit` cannot be quantized like this, or None
+
+    Parameters
+    ----------
+    unit
+    """
     if self.group_size:
         why = group_misfit(unit.filters, self.group_size)
         if why: return why
@@ -193,7 +270,33 @@ def configure(cls:Quantized, *,
 ):                           # function from bits to `Quantized`
     """Observe the activations of all `units`, if they are quantized too
 
-    Raises ValueError for an option that makes no sense."""
+    Raises ValueError for an option that makes no sense.
+
+    Parameters
+    ----------
+    model
+        model whose layers are quantized
+    units
+        all units that are to be quantized
+    quant_per_channel : default True
+        a scale for each output channel, or one for the layer
+    quant_activations : default False
+        also activations: False, "output" (or True), "input" or "both"
+    quant_group_size : default None
+        how many neighbouring weights of an output channel share a scale; None: all of them
+    quant_ranges : default None
+        how ranges of activations are found, such as "mse"; None: "minmax"
+    quant_symmetric : default True
+        zero in the middle of the weights' grids, or grids that span the weights
+    calibration_data : default None
+        where activations are observed
+    sample : default None
+        one example input; observed if there is no calibration data
+
+    Returns
+    -------
+    function from bits to `Quantized`
+    """
     chosen = cls(per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
     at = find_sides(quant_activations)
     make = find_observer("minmax" if quant_ranges is None else quant_ranges)
@@ -214,14 +317,38 @@ def rounded(self:Quantized,
     unit,     # whose weight it is
     w:Tensor, # numbers for that weight, in its shape
 )->Tensor:    # same shape and dtype
-    "`w` on the grids of `unit`"
+    """`w` on the grids of `unit`
+
+    Parameters
+    ----------
+    unit
+        whose weight it is
+    w : Tensor
+        numbers for that weight, in its shape
+
+    Returns
+    -------
+    Tensor
+        same shape and dtype
+    """
     filters = filters_first(unit.module, w.detach())
     on_grid = fake_quantize_weight(filters, self.bits, self.per_channel, self.group_size, self.symmetric)
     return filters_first(unit.module, on_grid)
 
 @patch
 def change(self:Quantized, model, unit)->list: # of the hooks on activations
-    "Round the weights of `unit`, and its activations where ranges are known"
+    """Round the weights of `unit`, and its activations where ranges are known
+
+    Parameters
+    ----------
+    model
+    unit
+
+    Returns
+    -------
+    list
+        of the hooks on activations
+    """
     unit.weight.data.copy_(self.rounded(unit, unit.weight))
     forget_casts()
     hooks = []
@@ -242,7 +369,26 @@ def packed_bytes(
 )->int:               # bytes
     """Bytes of the weights of `unit` in `bits`, with scales and zero points
 
-    Raises ValueError for groups that do not fit."""
+    Raises ValueError for groups that do not fit.
+
+    Parameters
+    ----------
+    unit
+        a `Unit`
+    bits : int
+        2..16
+    per_channel : default True
+        a grid for each output channel, or one for the layer
+    group_size : default None
+        how many weights of an output share a grid; None: all of them
+    symmetric : default True
+        whether the grids need no zero point
+
+    Returns
+    -------
+    int
+        bytes
+    """
     filters = unit.filters
     n_bits = filters.numel()*bits
     n_grids = len(scale_rows(filters, per_channel, group_size))
@@ -257,7 +403,26 @@ def plan_bytes(
     group_size=None,  # how many weights of an output share a grid; None: all of them
     symmetric=True,   # whether the grids need no zero point
 )->int:               # bytes
-    "Bytes of the whole `model` under `plan`. Raises KeyError for an unknown layer, ValueError for bits outside 2..16"
+    """Bytes of the whole `model` under `plan`. Raises KeyError for an unknown layer, ValueError for bits outside 2..16
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model, not changed
+    plan : dict
+        layer name -> bits; layers that are not in it stay as they are
+    per_channel : default True
+        a grid for each output channel, or one for the layer
+    group_size : default None
+        how many weights of an output share a grid; None: all of them
+    symmetric : default True
+        whether the grids need no zero point
+
+    Returns
+    -------
+    int
+        bytes
+    """
     levels = {name: check_bits(bits, f"target of {name!r}") for name, bits in plan.items()}
     units = target_units(model, levels)
     stored = {}   # place in memory -> bytes, so that tied weights count once
@@ -273,7 +438,19 @@ def plan_bytes(
 _in_force = WeakKeyDictionary()   # module -> weak reference to the `AppliedPlan` that holds its weights
 
 class AppliedPlan:
-    "Bits in force on a model, until `remove()` or the end of a `with` block"
+    """Bits in force on a model, until `remove()` or the end of a `with` block
+
+    Parameters
+    ----------
+    model : nn.Module
+        the quantized model
+    plan : BitPlan
+        what is in force, with `size_bytes` and `settings`
+    kept : list
+        of (unit, its `Quantized`, its weight, a copy of the weight's original numbers)
+    hooks : list
+        on activations
+    """
     def __init__(self,
         model:nn.Module, # the quantized model
         plan:BitPlan,    # what is in force, with `size_bytes` and `settings`
@@ -312,7 +489,13 @@ def _is_now(weight:Tensor, numbers:Tensor)->bool:
 
 @patch
 def round(self:AppliedPlan)->list: # names of the layers that were trained
-    "Put weights that were trained since they were rounded on their grids again"
+    """Put weights that were trained since they were rounded on their grids again
+
+    Returns
+    -------
+    list
+        names of the layers that were trained
+    """
     trained = []
     for unit, change, weight, original in self.kept:
         if _is_now(weight, original): continue
@@ -370,7 +553,20 @@ def plan_options(
     plan,    # bits for all layers, or a plan
     **given, # options of `Quantized.configure` whose names begin with `quant_`; None: as the plan was measured
 )->dict:     # the same options, none of them open
-    "How a plan is to be carried out. Raises ValueError for an option that contradicts the plan"
+    """How a plan is to be carried out. Raises ValueError for an option that contradicts the plan
+
+    Parameters
+    ----------
+    plan
+        bits for all layers, or a plan
+    **given
+        options of `Quantized.configure` whose names begin with `quant_`; None: as the plan was measured
+
+    Returns
+    -------
+    dict
+        the same options, none of them open
+    """
     options = dict(
         quant_per_channel=True,
         quant_activations=False,
@@ -395,7 +591,13 @@ def check_plan(
 ):
     """The plan as a dict of int, or an int
 
-    Raises ValueError if it is not in bits or names no layer, TypeError for a bad kind."""
+    Raises ValueError if it is not in bits or names no layer, TypeError for a bad kind.
+
+    Parameters
+    ----------
+    plan
+        layer name -> bits 2..16, or one number of bits
+    """
     if not isinstance(plan, Mapping):
         if not isinstance(plan, Number):
             raise TypeError(f"a plan is layer name -> bits, or one number of bits for all layers; got {plan!r}")
@@ -416,7 +618,20 @@ def plan_units(
 )->dict:             # `Unit` -> bits
     """Which units a plan means
 
-    Raises KeyError for an unknown name, ValueError for bits outside 2..16 or a plan for another model."""
+    Raises KeyError for an unknown name, ValueError for bits outside 2..16 or a plan for another model.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    plan
+        bits for all layers, or layer name -> bits
+
+    Returns
+    -------
+    dict
+        `Unit` -> bits
+    """
     bits = check_plan(plan)
     if not isinstance(bits, dict):
         units, _ = find_units(model)
@@ -492,7 +707,33 @@ def quantize_model(
     """Fake-quantize `model` in place; for training see `AppliedPlan.round` and `QuantizeCallback`
 
     An option that is None is as the plan was measured, if `plan` says so.
-    Raises ValueError for a plan, an option or a layer that does not fit, KeyError for an unknown layer."""
+    Raises ValueError for a plan, an option or a layer that does not fit, KeyError for an unknown layer.
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place, until `remove()`
+    plan
+        bits for all layers (2..16), or layer name -> bits: a `BitPlan` or a dictionary
+    calibration_data : default None
+        for ranges of activations: tensor, list of batches or DataLoader
+    sample : default None
+        example input; observed if there is no calibration data
+    quant_per_channel : default None
+        a scale for each output channel, or one for the layer; None: as measured, else True
+    quant_activations : default None
+        False, "output" (or True), "input" or "both"; None: as measured, else False
+    quant_group_size : default None
+        how many weights of an output channel share a scale; None: as measured, else all of them
+    quant_ranges : default None
+        how ranges are found, such as "mse"; None: as measured, else "minmax"
+    quant_symmetric : default None
+        zero in the middle of the weights' range; None: as measured, else True
+
+    Returns
+    -------
+    AppliedPlan
+    """
     units = plan_units(model, plan)
     _check_free(model)
     options = plan_options(
@@ -515,36 +756,86 @@ def quantize_model(
 # %% ../../nbs/methods/04_quantize.ipynb #41a8db04
 @patch
 def shrink(self:Quantized, unit, footprint, n_biases=0):
-    "Fewer bits for each weight, and the scales"
+    """Fewer bits for each weight, and the scales
+
+    Parameters
+    ----------
+    unit
+        its `name`, `weight` and `filters` are as they are now; the numbers may be missing
+    footprint
+        of the unit before
+    n_biases : default 0
+        how many biases go with its filters
+    """
     grids = len(scale_rows(unit.filters, self.per_channel, self.group_size))
     return replace(footprint, bits=self.bits, extra_bytes=grids*(4 if self.symmetric else 8))
 
 @patch(cls_method=True)
 def options_from(cls:Quantized, settings):
-    "As the plan was measured, and what is usual for the rest"
+    """As the plan was measured, and what is usual for the rest
+
+    Parameters
+    ----------
+    settings
+    """
     return plan_options(BitPlan(settings=settings))
 
 @patch(cls_method=True)
 def unprepared(cls:Quantized, quant_per_channel=True, quant_group_size=None, quant_symmetric=True, **_):
-    "The grids of the weights"
+    """The grids of the weights
+
+    Parameters
+    ----------
+    quant_per_channel : default True
+    quant_group_size : default None
+    quant_symmetric : default True
+    **_
+    """
     return partial(cls, per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
 
 @patch(cls_method=True)
 def plain_targets(cls:Quantized, levels, settings):
-    "A `BitPlan` with its settings"
+    """A `BitPlan` with its settings
+
+    Parameters
+    ----------
+    levels
+    settings
+    """
     return BitPlan(levels, settings={k: v for k, v in settings.items() if k != "bits"})
 
 @patch(cls_method=True)
 def needs_inputs(cls:Quantized, settings):
-    "Groups divide the weights of an output"
+    """Groups divide the weights of an output
+
+    Parameters
+    ----------
+    settings
+    """
     return f"group_size {settings['group_size']}" if settings.get("group_size") else None
 
 @patch(cls_method=True)
 def prepares_late(cls:Quantized, quant_activations=False, **_):
-    "Ranges are observed on what is left"
+    """Ranges are observed on what is left
+
+    Parameters
+    ----------
+    quant_activations : default False
+    **_
+    """
     return bool(find_sides(quant_activations))
 
 @patch(cls_method=True)
 def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibration_data=None, settings=()):
-    "Round the model; returns the `AppliedPlan`"
+    """Round the model; returns the `AppliedPlan`
+
+    Parameters
+    ----------
+    model
+    targets
+    sample : default None
+    criteria : default None
+    calibration_data : default None
+    settings : default ()
+    """
     return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **plan_options(targets))

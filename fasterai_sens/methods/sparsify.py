@@ -33,7 +33,20 @@ def n_dropped(
     n:int,     # number of blocks
     pct:float, # percent to drop, 0..100
 )->int:        # 0..n
-    "How many of `n` blocks `pct` percent are, rounded down"
+    """How many of `n` blocks `pct` percent are, rounded down
+
+    Parameters
+    ----------
+    n : int
+        number of blocks
+    pct : float
+        percent to drop, 0..100
+
+    Returns
+    -------
+    int
+        0..n
+    """
     share = n*pct/100
     return int(share + 1e-9 + 1e-12*share)   # 29 % of 100 is 29, which floating point makes 28.999
 
@@ -48,7 +61,20 @@ def keep_mask(
     score:Tensor, # importance of each block, any shape
     pct:float,    # percent to drop, 0..100
 )->Tensor:        # bool, True where the block stays, same shape
-    "Mask that drops exactly the least important `pct` percent; of equal scores those at the front go first"
+    """Mask that drops exactly the least important `pct` percent; of equal scores those at the front go first
+
+    Parameters
+    ----------
+    score : Tensor
+        importance of each block, any shape
+    pct : float
+        percent to drop, 0..100
+
+    Returns
+    -------
+    Tensor
+        bool, True where the block stays, same shape
+    """
     n = score.numel()
     k = n_dropped(n, pct)
     if k == 0: return torch.ones_like(score, dtype=torch.bool)
@@ -67,7 +93,22 @@ def nm_mask(
     drop:int,     # how many of each group go, 0..m
     m:int,        # group size
 )->Tensor:        # bool, True where the weight stays, same shape
-    "Mask that drops the `drop` least important of every `m` weights along the inputs"
+    """Mask that drops the `drop` least important of every `m` weights along the inputs
+
+    Parameters
+    ----------
+    score : Tensor
+        `[out, in, *kernel]`, `in` a multiple of `m`
+    drop : int
+        how many of each group go, 0..m
+    m : int
+        group size
+
+    Returns
+    -------
+    Tensor
+        bool, True where the weight stays, same shape
+    """
     groups = score.movedim(1, -1).unflatten(-1, (-1, m))
     order = groups.argsort(dim=-1, stable=True)
     lowest = order[..., :drop]
@@ -81,7 +122,22 @@ def unit_scores(
     granularity:str,     # block size
     criteria:Criterion,  # bound to the model
 )->Tensor:               # one score for each block; -inf for blocks that are zero already
-    "Scores of the blocks of `unit`"
+    """Scores of the blocks of `unit`
+
+    Parameters
+    ----------
+    unit : Unit
+        what to score
+    granularity : str
+        block size
+    criteria : Criterion
+        bound to the model
+
+    Returns
+    -------
+    Tensor
+        one score for each block; -inf for blocks that are zero already
+    """
     is_zero = unit.filters == 0
     axes = block_axes(granularity, is_zero.dim())
     if axes: is_zero = is_zero.all(axes, keepdim=True)
@@ -95,7 +151,24 @@ def sparsity_mask(
     granularity="weight", # block size, or an n:m pattern
     criteria=large_final, # bound to the model
 )->Tensor:                # bool, True where the weight stays, shaped like the weight
-    "Which weights of `unit` stay at `pct` percent sparsity"
+    """Which weights of `unit` stay at `pct` percent sparsity
+
+    Parameters
+    ----------
+    unit : Unit
+        what to compress
+    pct : float
+        percent to drop, 0..100
+    granularity : default "weight"
+        block size, or an n:m pattern
+    criteria : default large_final
+        bound to the model
+
+    Returns
+    -------
+    Tensor
+        bool, True where the weight stays, shaped like the weight
+    """
     pattern = parse_nm(granularity)
     if pattern:
         n, m = pattern
@@ -113,7 +186,17 @@ def drop_weights(
     keep:Tensor,      # bool, True where the weight stays, shaped like the weight
     granularity:str,  # block size, or an n:m pattern
 ):
-    "Set to zero what `keep` drops; if it drops whole filters, their bias too"
+    """Set to zero what `keep` drops; if it drops whole filters, their bias too
+
+    Parameters
+    ----------
+    unit : Unit
+        what to compress; changed in place
+    keep : Tensor
+        bool, True where the weight stays, shaped like the weight
+    granularity : str
+        block size, or an n:m pattern
+    """
     unit.weight.data.masked_fill_(~keep, 0)
     if granularity != "filter": return
     filters = filters_first(unit.module, keep).flatten(1)
@@ -127,7 +210,22 @@ def obstacle(
     granularity:str,    # block size, or an n:m pattern
     criteria:Criterion, # bound to the model
 )->str|None:            # reason, or None
-    "Why `unit` cannot be made sparse in this way at any level"
+    """Why `unit` cannot be made sparse in this way at any level
+
+    Parameters
+    ----------
+    unit : Unit
+        what to compress
+    granularity : str
+        block size, or an n:m pattern
+    criteria : Criterion
+        bound to the model
+
+    Returns
+    -------
+    str|None
+        reason, or None
+    """
     pattern = parse_nm(granularity)
     if pattern:
         _, m = pattern
@@ -139,7 +237,20 @@ def full_level(
     pct,             # percent, or None for the default
     granularity:str, # block size, or an n:m pattern
 )->float:            # percent: 50 or what the pattern comes to, if None was given
-    "The level in percent. Raises ValueError for one that an n:m pattern cannot reach"
+    """The level in percent. Raises ValueError for one that an n:m pattern cannot reach
+
+    Parameters
+    ----------
+    pct
+        percent, or None for the default
+    granularity : str
+        block size, or an n:m pattern
+
+    Returns
+    -------
+    float
+        percent: 50 or what the pattern comes to, if None was given
+    """
     pattern = parse_nm(granularity)
     if pattern:
         n, m = pattern
@@ -154,7 +265,17 @@ def full_level(
 @method("sparsity")
 @dataclass(frozen=True)
 class Sparse(Perturbation):
-    "Make one unit sparse: `with Sparse(50)(model, unit): ...`"
+    """Make one unit sparse: `with Sparse(50)(model, unit): ...`
+
+    Parameters
+    ----------
+    pct : float, default None
+        percent of the weights to drop; None: 50, or what the n:m pattern comes to
+    granularity : str, default "weight"
+        block size, or an n:m pattern
+    criteria : Criterion, default large_final
+        bound to the model if it needs data
+    """
     pct:float=None               # percent of the weights to drop; None: 50, or what the n:m pattern comes to
     granularity:str="weight"     # block size, or an n:m pattern
     criteria:Criterion=large_final # bound to the model if it needs data
@@ -177,13 +298,34 @@ class Sparse(Perturbation):
         calibration_data=None, # for criteria that use data
         sample=None,          # one example input, to tell inputs from targets
     ):
-        "Fetch what the criterion needs, for all `units`"
+        """Fetch what the criterion needs, for all `units`
+
+        Parameters
+        ----------
+        model
+            model whose layers are made sparse
+        units
+            all units that are to be measured
+        granularity : default "weight"
+            block size, or an n:m pattern
+        criteria : default large_final
+            a `Criterion`, or a function from weight to scores
+        calibration_data : default None
+            for criteria that use data
+        sample : default None
+            one example input, to tell inputs from targets
+        """
         granularity = check_granularity(granularity)
         bound = bind(criteria, model, units, calibration_data, sample)
         return partial(cls, granularity=granularity, criteria=bound)
     @classmethod
     def default_levels(cls, *, granularity="weight"):
-        "The one level that an n:m pattern has, or the usual ones"
+        """The one level that an n:m pattern has, or the usual ones
+
+        Parameters
+        ----------
+        granularity : default "weight"
+        """
         if parse_nm(granularity): return (None,)
         return super().default_levels()
     @property
@@ -194,7 +336,12 @@ class Sparse(Perturbation):
 # %% ../../nbs/methods/01_sparsify.ipynb #3ea7986d
 @patch
 def refusal(self:Sparse, unit):
-    "Why `unit` cannot be made sparse at this level, or None"
+    """Why `unit` cannot be made sparse at this level, or None
+
+    Parameters
+    ----------
+    unit
+    """
     why = obstacle(unit, self.granularity, self.criteria)
     if why or parse_nm(self.granularity) or not self.pct: return why
     n_blocks = block_scores(unit.filters, self.granularity).numel()
@@ -205,7 +352,13 @@ def refusal(self:Sparse, unit):
 
 @patch
 def change(self:Sparse, model, unit):
-    "Set the least important weights of `unit` to zero"
+    """Set the least important weights of `unit` to zero
+
+    Parameters
+    ----------
+    model
+    unit
+    """
     keep = sparsity_mask(unit, self.pct, self.granularity, self.criteria)
     drop_weights(unit, keep, self.granularity)
 
@@ -214,7 +367,20 @@ def check_context(
     granularity:str, # block size, or an n:m pattern
     context:str,     # "local" or "global"
 )->tuple:            # both
-    "A granularity and a context that go together. Raises ValueError if they do not"
+    """A granularity and a context that go together. Raises ValueError if they do not
+
+    Parameters
+    ----------
+    granularity : str
+        block size, or an n:m pattern
+    context : str
+        "local" or "global"
+
+    Returns
+    -------
+    tuple
+        both
+    """
     if context not in ("local", "global"): raise ValueError(f"context is 'local' or 'global'; got {context!r}")
     granularity = check_granularity(granularity)
     if context == "global" and parse_nm(granularity):
@@ -238,7 +404,21 @@ def check_sparsity(
 ):                   # float, or `LayerTargets`
     """What is asked of a model, checked before there is one
 
-    Raises ValueError for a level that makes no sense, or targets for another method."""
+    Raises ValueError for a level that makes no sense, or targets for another method.
+
+    Parameters
+    ----------
+    sparsity
+        percent, or layer name -> percent
+    granularity : str
+        block size, or an n:m pattern
+    context : str
+        "local" or "global"
+
+    Returns
+    -------
+    float, or `LayerTargets`
+    """
     if not isinstance(sparsity, Mapping): return _check_level(sparsity, "sparsity", granularity)
     if context == "global":
         raise ValueError("targets for each layer and one global ranking exclude each other; use context='local'")
@@ -253,7 +433,25 @@ def check_sparsity(
 
 # %% ../../nbs/methods/01_sparsify.ipynb #874a2431
 class Sparsifier:
-    "Makes the layers of a model sparse and keeps them so"
+    """Makes the layers of a model sparse and keeps them so
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place
+    granularity : str, default "weight"
+        block size, or an n:m pattern
+    context : str, default "local"
+        "local": a percentage of each layer; "global": one ranking over all layers
+    criteria : default large_final
+        a `Criterion`; compares with the weights of now if it needs earlier ones
+    layer_type : default None
+        a module class, or several in a list; None: every compressible layer
+    calibration_data : default None
+        for criteria that use data
+    sample : default None
+        one example input, to tell inputs from targets
+    """
     def __init__(self,
         model:nn.Module,      # changed in place
         granularity:str="weight", # block size, or an n:m pattern
@@ -288,7 +486,18 @@ def _resolve_everywhere(self:Sparsifier, pct)->dict:
 def resolve(self:Sparsifier,
     sparsity, # percent, or layer name -> percent
 )->dict:      # `Unit` -> percent, for the layers that can take it
-    "The levels that `sparsity` asks for, unit by unit. Raises KeyError and ValueError at the first that makes no sense"
+    """The levels that `sparsity` asks for, unit by unit. Raises KeyError and ValueError at the first that makes no sense
+
+    Parameters
+    ----------
+    sparsity
+        percent, or layer name -> percent
+
+    Returns
+    -------
+    dict
+        `Unit` -> percent, for the layers that can take it
+    """
     sparsity = check_sparsity(sparsity, self.granularity, self.context)
     if not isinstance(sparsity, Mapping): return self._resolve_everywhere(sparsity)
     mine = {unit.name: unit for unit in self.units}
@@ -348,7 +557,16 @@ def set_levels(self:Sparsifier,
     levels:dict, # `Unit` -> percent
     agree=None,  # where several processes choose: function from layer name -> mask to the masks that count; None: these
 ):
-    "Make new masks for these units and apply all masks"
+    """Make new masks for these units and apply all masks
+
+    Parameters
+    ----------
+    levels : dict
+        `Unit` -> percent
+    agree : default None
+        where several processes choose: function from layer name -> mask to the masks that count; None:
+        these
+    """
     masks = self._compute_masks(levels)
     chosen = {unit.name: mask for unit, mask in masks.items()}
     if agree is not None: chosen = agree(chosen)
@@ -361,7 +579,13 @@ def set_levels(self:Sparsifier,
 def sparsify_model(self:Sparsifier,
     sparsity, # percent for every layer, or layer name -> percent
 ):
-    "Make the model sparse. Raises KeyError for an unknown name, ValueError for a level that makes no sense"
+    """Make the model sparse. Raises KeyError for an unknown name, ValueError for a level that makes no sense
+
+    Parameters
+    ----------
+    sparsity
+        percent for every layer, or layer name -> percent
+    """
     self.set_levels(self.resolve(sparsity))
 
 @patch
@@ -369,7 +593,15 @@ def sparsify_layer(self:Sparsifier,
     module,    # a module of the model, or its name
     pct:float, # percent of its weights
 ):
-    "Make one layer sparse, by a ranking of its own"
+    """Make one layer sparse, by a ranking of its own
+
+    Parameters
+    ----------
+    module
+        a module of the model, or its name
+    pct : float
+        percent of its weights
+    """
     if isinstance(module, str): names = [module]
     else: names = [unit.name for unit in self.units if module in unit.modules]
     if not names:
@@ -383,7 +615,18 @@ def sparsify_layer(self:Sparsifier,
 def sparsity_report(
     units:list, # of `Unit`
 )->list:        # dicts of layer, type, weights, zeros, percent
-    "How sparse each unit is right now"
+    """How sparse each unit is right now
+
+    Parameters
+    ----------
+    units : list
+        of `Unit`
+
+    Returns
+    -------
+    list
+        dicts of layer, type, weights, zeros, percent
+    """
     rows = []
     for unit in units:
         n = unit.weight.numel()
@@ -394,7 +637,13 @@ def sparsity_report(
 def print_report(
     report:list, # from `sparsity_report`
 ):
-    "Print a report with its total"
+    """Print a report with its total
+
+    Parameters
+    ----------
+    report : list
+        from `sparsity_report`
+    """
     columns = "layer", "type", "weights", "zeros", "percent"
     weights = sum(row["weights"] for row in report)
     zeros = sum(row["zeros"] for row in report)
@@ -415,7 +664,22 @@ def dropped(
     pct:float,       # percent
     granularity:str, # block size, or an n:m pattern
 )->int:              # number of weights
-    "How many weights go at `pct` percent"
+    """How many weights go at `pct` percent
+
+    Parameters
+    ----------
+    filters : Tensor
+        `[out, in/groups, *kernel]`; its numbers do not matter
+    pct : float
+        percent
+    granularity : str
+        block size, or an n:m pattern
+
+    Returns
+    -------
+    int
+        number of weights
+    """
     shape, nm = filters.shape, parse_nm(granularity)
     if nm:
         n, m = nm
@@ -425,13 +689,33 @@ def dropped(
 
 @patch
 def shrink(self:Sparse, unit, footprint, n_biases=0):
-    "Zeros among the weights; biases go with whole filters"
+    """Zeros among the weights; biases go with whole filters
+
+    Parameters
+    ----------
+    unit
+        its `name`, `weight` and `filters` are as they are now; the numbers may be missing
+    footprint
+        of the unit before
+    n_biases : default 0
+        how many biases go with its filters
+    """
     gone = n_dropped(len(unit.filters), self.pct)*n_biases if self.granularity == "filter" else 0
     return replace(footprint, n_zeros=dropped(unit.filters, self.pct, self.granularity), biases_gone=gone)
 
 @dataclass(frozen=True)
 class SparseInPlan(Sparse):
-    "The same for a plan, which may ask for less than the whole n:m pattern, as `Sparsifier` may"
+    """The same for a plan, which may ask for less than the whole n:m pattern, as `Sparsifier` may
+
+    Parameters
+    ----------
+    pct : float, default None
+        percent of the weights to drop; None: 50, or what the n:m pattern comes to
+    granularity : str, default "weight"
+        block size, or an n:m pattern
+    criteria : Criterion, default large_final
+        bound to the model if it needs data
+    """
     def __post_init__(self):
         object.__setattr__(self, "pct", full_level(check_pct(self.pct, computed=True), check_granularity(self.granularity)))
 
@@ -442,13 +726,28 @@ def in_plans(cls:Sparse):
 
 @patch(cls_method=True)
 def needs_inputs(cls:Sparse, settings):
-    "An n:m pattern divides the inputs"
+    """An n:m pattern divides the inputs
+
+    Parameters
+    ----------
+    settings
+    """
     granularity = settings.get("granularity", "weight")
     return f"granularity {granularity}" if parse_nm(granularity) else None
 
 @patch(cls_method=True)
 def apply(cls:Sparse, model, targets, *, sample=None, criteria=large_final, calibration_data=None, settings=()):
-    "Make the model sparse for good; returns the `Sparsifier`"
+    """Make the model sparse for good; returns the `Sparsifier`
+
+    Parameters
+    ----------
+    model
+    targets
+    sample : default None
+    criteria : default large_final
+    calibration_data : default None
+    settings : default ()
+    """
     granularity = dict(settings).get("granularity", "weight")
     sparsifier = Sparsifier(model, granularity, criteria=criteria, calibration_data=calibration_data, sample=sample)
     sparsifier.sparsify_model(targets)

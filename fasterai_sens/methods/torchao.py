@@ -24,7 +24,22 @@ def scale_block(
     per_channel=True, # a scale for each output, or one for all
     group_size=None,  # how many neighbours of an output share a scale; None: all of them
 )->tuple|None:        # sizes of the rectangle, one for each axis; None if the neighbours are no rectangle
-    "The rectangle of weights that share a scale"
+    """The rectangle of weights that share a scale
+
+    Parameters
+    ----------
+    shape : tuple
+        of a weight, `[out, in, *kernel]`
+    per_channel : default True
+        a scale for each output, or one for all
+    group_size : default None
+        how many neighbours of an output share a scale; None: all of them
+
+    Returns
+    -------
+    tuple|None
+        sizes of the rectangle, one for each axis; None if the neighbours are no rectangle
+    """
     if not per_channel: return tuple(shape)
     if group_size is None: return (1, *shape[1:])
     sides = []
@@ -42,7 +57,20 @@ def holders(
     model:nn.Module, # model with the weight of `unit`
     unit:Unit,       # one weight
 )->dict:             # module name -> module
-    "All modules that hold the weight of `unit`, also those that are not compressible themselves"
+    """All modules that hold the weight of `unit`, also those that are not compressible themselves
+
+    Parameters
+    ----------
+    model : nn.Module
+        model with the weight of `unit`
+    unit : Unit
+        one weight
+
+    Returns
+    -------
+    dict
+        module name -> module
+    """
     weight = unit.weight
     found = {}
     for path, p in model.named_parameters(remove_duplicate=False):
@@ -88,7 +116,26 @@ def torchao_refusal(
     group_size=None, # weights that share a scale, or None
     dynamic=False,   # whether the inputs of 8-bit linear layers are rounded too
 )->str|None:         # reason, or None
-    "Why torchao cannot run `unit` with integers of `bits`"
+    """Why torchao cannot run `unit` with integers of `bits`
+
+    Parameters
+    ----------
+    model : nn.Module
+        model with `unit`
+    unit : Unit
+        one weight
+    bits : int
+        2..16
+    group_size : default None
+        weights that share a scale, or None
+    dynamic : default False
+        whether the inputs of 8-bit linear layers are rounded too
+
+    Returns
+    -------
+    str|None
+        reason, or None
+    """
     if bits > 8: return _too_many(bits)
     w = unit.weight
     held = holders(model, unit)
@@ -108,7 +155,24 @@ def split_plan(
 )->tuple:            # `BitPlan` that torchao can run, measured as `plan` was; list of `(name, reason)` for the rest
     """Divide a plan into what `to_torchao_config` takes and what stays in floating point
 
-    Raises KeyError for an unknown name."""
+    Raises KeyError for an unknown name.
+
+    Parameters
+    ----------
+    plan
+        layer name -> bits 2..16, or one number of bits
+    model : nn.Module
+        model the plan is for
+    group_size : default None
+        weights that share a scale; None: as the plan was measured
+    dynamic : default False
+        whether the inputs of 8-bit linear layers are rounded too
+
+    Returns
+    -------
+    tuple
+        `BitPlan` that torchao can run, measured as `plan` was; list of `(name, reason)` for the rest
+    """
     units = plan_units(model, plan)
     is_for_all = not isinstance(plan, dict)
     left = list(find_units(model)[1]) if is_for_all else []
@@ -139,7 +203,25 @@ def integer_weight(
     group_size=None,  # how many neighbours of an output share a scale; None: all of them
     symmetric=True,   # zero in the middle, or integers that span the weights
 ):                    # `torchao.quantization.IntxUnpackedToInt8Tensor`
-    "`w` as torchao stores it, on the grids that `fake_quantize_weight` rounds to. Raises ImportError without torchao"
+    """`w` as torchao stores it, on the grids that `fake_quantize_weight` rounds to. Raises ImportError without torchao
+
+    Parameters
+    ----------
+    w : Tensor
+        float32, float16 or bfloat16 `[out, in, *kernel]`
+    bits : int
+        2..8
+    per_channel : default True
+        a scale for each output, or one for all
+    group_size : default None
+        how many neighbours of an output share a scale; None: all of them
+    symmetric : default True
+        zero in the middle, or integers that span the weights
+
+    Returns
+    -------
+    `torchao.quantization.IntxUnpackedToInt8Tensor`
+    """
     ao = torchao_quantization()
     w = w.detach()
     rows = scale_rows(w.float(), per_channel, group_size)
@@ -186,7 +268,23 @@ def layer_config(
     group_size=None, # weights that share a scale; None: all of an output
     symmetric=True,  # zero in the middle, or integers that span the weights
 ):
-    "What torchao takes for one layer. Raises ImportError without torchao"
+    """What torchao takes for one layer. Raises ImportError without torchao
+
+    Parameters
+    ----------
+    bits : int
+        2..8
+    linear : default True
+        a linear layer, not a convolution or an embedding
+    dynamic : default False
+        with 8 bits, round the inputs too
+    per_channel : default True
+        a scale for each output, or one for all
+    group_size : default None
+        weights that share a scale; None: all of an output
+    symmetric : default True
+        zero in the middle, or integers that span the weights
+    """
     ao = torchao_quantization()
     if dynamic and linear and bits == 8: return ao.Int8DynamicActivationInt8WeightConfig(version=2)
     return grid_config()(bits, per_channel, group_size, symmetric)
@@ -197,7 +295,22 @@ def torchao_options(
     dynamic=False, # round the inputs of 8-bit linear layers too
     **given,       # `per_channel`, `group_size`, `symmetric`; None: as the plan was measured
 )->dict:           # the same three, none of them open
-    "How torchao has to carry out `plan`. Raises ValueError if the plan is contradicted, or if torchao cannot do it"
+    """How torchao has to carry out `plan`. Raises ValueError if the plan is contradicted, or if torchao cannot do it
+
+    Parameters
+    ----------
+    plan
+        layer name -> bits; a `BitPlan` knows how it was measured
+    dynamic : default False
+        round the inputs of 8-bit linear layers too
+    **given
+        `per_channel`, `group_size`, `symmetric`; None: as the plan was measured
+
+    Returns
+    -------
+    dict
+        the same three, none of them open
+    """
     asked = {f"quant_{name}": value for name, value in given.items()}
     options = plan_options(plan, **asked)
     check_group_size(options["quant_group_size"], options["quant_per_channel"])
@@ -247,7 +360,27 @@ def to_torchao_config(
     """What `torchao.quantization.quantize_(model, config, filter_fn=None)` takes
 
     Layers that are not named stay as they are. An option that is None is as the plan was measured, if it says so.
-    Raises ValueError for what torchao cannot run, KeyError for an unknown name, ImportError without torchao."""
+    Raises ValueError for what torchao cannot run, KeyError for an unknown name, ImportError without torchao.
+
+    Parameters
+    ----------
+    plan
+        layer name -> bits 2..8
+    model : default None
+        the model, to check names and kinds and to find tied weights; None: all layers are linear
+    dynamic : default False
+        round the inputs of 8-bit linear layers too, row by row, with weights on torchao's own grid
+    per_channel : default None
+        a scale for each output, or one for all; None: as measured, else True
+    group_size : default None
+        how many weights of an output share a scale; None: as measured, else all of them
+    symmetric : default None
+        zero in the middle, or integers that span the weights; None: as measured, else True
+
+    Returns
+    -------
+    `torchao.quantization.FqnToConfig`
+    """
     bits = check_plan(plan)
     if not isinstance(bits, dict):
         raise ValueError(f"torchao takes layers by name: split_plan({plan}, model) names those that it can run")

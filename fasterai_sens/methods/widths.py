@@ -64,7 +64,20 @@ def weight_macs(
     model:nn.Module, # any model
     sample,          # one example input
 )->tuple:            # place of a weight -> MACs with it; MACs of the whole model
-    "Multiply-accumulates of one sample, by weight; what `count_flops_params` does not see is not in them"
+    """Multiply-accumulates of one sample, by weight; what `count_flops_params` does not see is not in them
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+
+    Returns
+    -------
+    tuple
+        place of a weight -> MACs with it; MACs of the whole model
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")   # of weights that are used outside their modules, which cannot be counted
         total, _, rows = count_flops_params(model, sample, verbose=False)
@@ -89,7 +102,17 @@ def weight_macs(
 def n_params(
     model:nn.Module, # any model
 )->int:
-    "Number of parameters, each once"
+    """Number of parameters, each once
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    int
+    """
     each_once = unseen(model.parameters(), set())
     return sum(p.numel() for p in each_once)
 
@@ -97,7 +120,20 @@ def count_costs(
     model:nn.Module, # any model; comes back untouched
     sample,          # one example input
 )->dict:             # cost -> of the whole model
-    "Parameters, multiply-accumulates of one sample, and bytes"
+    """Parameters, multiply-accumulates of one sample, and bytes
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back untouched
+    sample
+        one example input
+
+    Returns
+    -------
+    dict
+        cost -> of the whole model
+    """
     _, macs = weight_macs(model, sample)
     return dict(params=n_params(model), flops=macs, bytes=n_bytes(model))
 
@@ -105,13 +141,35 @@ def count_costs(
 def side_of(
     part:Part, # of a group
 )->tuple:      # hashable
-    "The side of a module that a part belongs to"
+    """The side of a module that a part belongs to
+
+    Parameters
+    ----------
+    part : Part
+        of a group
+
+    Returns
+    -------
+    tuple
+        hashable
+    """
     return part.module, part.prune.handler
 
 def lost_with(
     group:ChannelGroup, # one that can be pruned
 )->dict:                # side -> (part, channels of the module, for each the channel of the root it goes with)
-    "What each side of a module loses with the channels of the group"
+    """What each side of a module loses with the channels of the group
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        one that can be pruned
+
+    Returns
+    -------
+    dict
+        side -> (part, channels of the module, for each the channel of the root it goes with)
+    """
     found = {}
     for p in group.parts:
         _, idxs, roots = found.setdefault(side_of(p), (p, [], []))
@@ -125,7 +183,18 @@ def lost_with(
 def own_tensors(
     module, # a module, or a bare parameter
 )->list:    # of (module or None, attribute, tensor)
-    "Parameters and buffers of a module and those inside it"
+    """Parameters and buffers of a module and those inside it
+
+    Parameters
+    ----------
+    module
+        a module, or a bare parameter
+
+    Returns
+    -------
+    list
+        of (module or None, attribute, tensor)
+    """
     if isinstance(module, nn.Parameter): return [(None, None, module)]
     found = []
     for m in module.modules():
@@ -140,7 +209,20 @@ def shorter(
     part:Part, # of a group
     gone:list, # channels of its module to take out
 )->list:       # of (place of a tensor, axis, how much shorter for one channel)
-    "What one side of a module shrinks by. The module stays smaller"
+    """What one side of a module shrinks by. The module stays smaller
+
+    Parameters
+    ----------
+    part : Part
+        of a group
+    gone : list
+        channels of its module to take out
+
+    Returns
+    -------
+    list
+        of (place of a tensor, axis, how much shorter for one channel)
+    """
     before = own_tensors(part.module)
     new = part.prune(sorted(gone))
     found = []
@@ -167,7 +249,18 @@ def _first_granules(
 def find_axes(
     groups:Iterable, # of `ChannelGroup`, that can be pruned, of one model
 )->dict:             # (place of a tensor, axis) -> (side, how much shorter for one channel)
-    "Which side of a module each axis of each tensor belongs to; the model comes back"
+    """Which side of a module each axis of each tensor belongs to; the model comes back
+
+    Parameters
+    ----------
+    groups : Iterable
+        of `ChannelGroup`, that can be pruned, of one model
+
+    Returns
+    -------
+    dict
+        (place of a tensor, axis) -> (side, how much shorter for one channel)
+    """
     first, axes = _first_granules(groups), {}
     for out in (True, False):
         here = {side: of for side, of in first.items() if of[1].out == out}
@@ -183,7 +276,17 @@ def find_axes(
 cost_names = ("params", "flops", "bytes")
 
 class Widths:
-    "Computes what a model costs once channels are gone"
+    """Computes what a model costs once channels are gone
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+    groups : list
+        of `ChannelGroup`, that can be pruned
+    """
     def __init__(self,
         model:nn.Module, # any model
         sample,          # one example input
@@ -245,7 +348,20 @@ def counts(self:Widths,
     name:str,      # of a group
     granules:list, # those of its granules that go
 )->np.ndarray:     # one number for each side, and a 0 behind
-    "How many channels each side loses with them"
+    """How many channels each side loses with them
+
+    Parameters
+    ----------
+    name : str
+        of a group
+    granules : list
+        those of its granules that go
+
+    Returns
+    -------
+    np.ndarray
+        one number for each side, and a 0 behind
+    """
     gone = list({i for granule in granules for i in granule})
     out = np.zeros(len(self.sides) + 1)
     for side, (_, idxs, roots) in self.lost[name].items():
@@ -258,7 +374,18 @@ def counts(self:Widths,
 def sizes(self:Widths,
     counts:np.ndarray, # `[n, sides + 1]`, summed over groups
 )->np.ndarray:         # `[n, tensors]`
-    "How many numbers each tensor has then"
+    """How many numbers each tensor has then
+
+    Parameters
+    ----------
+    counts : np.ndarray
+        `[n, sides + 1]`, summed over groups
+
+    Returns
+    -------
+    np.ndarray
+        `[n, tensors]`
+    """
     left = np.ones((len(counts), len(self.axes)))
     for length, side, by in zip(self.length.T, self.side.T, self.by.T, strict=True):
         lost = by*counts[:, side]                # a grouped layer loses the channels of each of its groups
@@ -270,7 +397,20 @@ def costs(self:Widths,
     counts:np.ndarray, # `[n, sides + 1]`, summed over groups
     names:Iterable=cost_names, # of costs
 )->dict:               # cost -> `[n]`, of the whole model
-    "What the model costs"
+    """What the model costs
+
+    Parameters
+    ----------
+    counts : np.ndarray
+        `[n, sides + 1]`, summed over groups
+    names : Iterable, default cost_names
+        of costs
+
+    Returns
+    -------
+    dict
+        cost -> `[n]`, of the whole model
+    """
     less = self.dense - self.sizes(counts)
     found = {}
     for name in names: found[name] = self.whole[name] - less@self.each[name]
@@ -281,7 +421,20 @@ def shape(self:Widths,
     at,                # place of a tensor of the untouched model
     counts:np.ndarray, # `[sides + 1]`
 )->tuple|None:         # None if it stays as it is
-    "The shape of a tensor then"
+    """The shape of a tensor then
+
+    Parameters
+    ----------
+    at
+        place of a tensor of the untouched model
+    counts : np.ndarray
+        `[sides + 1]`
+
+    Returns
+    -------
+    tuple|None
+        None if it stays as it is
+    """
     if at not in self.tensors: return None
     shape = list(self.shapes[at])
     for axis, side, by in self.axes[at]:
@@ -292,7 +445,17 @@ def shape(self:Widths,
 # %% ../../nbs/methods/09_widths.ipynb #89d1f204
 @dataclass(frozen=True)
 class Outline:
-    "A weight that is not there: its shape, to compute costs from"
+    """A weight that is not there: its shape, to compute costs from
+
+    Parameters
+    ----------
+    name : str
+        of the unit
+    weight : Tensor
+        without numbers, as the module would keep it
+    filters : Tensor
+        the same with one row for each output
+    """
     name:str       # of the unit
     weight:Tensor  # without numbers, as the module would keep it
     filters:Tensor # the same with one row for each output
@@ -301,7 +464,19 @@ def outline(
     unit:Unit,   # of the untouched model
     shape:tuple, # of its weight without some channels
 )->Outline:
-    "The unit with another shape"
+    """The unit with another shape
+
+    Parameters
+    ----------
+    unit : Unit
+        of the untouched model
+    shape : tuple
+        of its weight without some channels
+
+    Returns
+    -------
+    Outline
+    """
     module = unit.module
     weight = torch.empty(shape, dtype=unit.weight.dtype, device="meta")
     if isinstance(module, transposed_convs):
@@ -317,7 +492,19 @@ def agree(
     computed:float, # a cost
     counted:float,  # the same cost
 )->bool:
-    "Whether two costs are the same"
+    """Whether two costs are the same
+
+    Parameters
+    ----------
+    computed : float
+        a cost
+    counted : float
+        the same cost
+
+    Returns
+    -------
+    bool
+    """
     return abs(computed - counted) <= 1e-9*abs(counted) + 1e-6
 
 @patch
@@ -325,7 +512,20 @@ def agreed(self:Widths,
     groups:list, # of `ChannelGroup`, those it was made of
     sample,      # one example input
 )->set:          # of names of costs
-    "The costs that agree with counting when a third of all channels is gone"
+    """The costs that agree with counting when a third of all channels is gone
+
+    Parameters
+    ----------
+    groups : list
+        of `ChannelGroup`, those it was made of
+    sample
+        one example input
+
+    Returns
+    -------
+    set
+        of names of costs
+    """
     chance = torch.Generator().manual_seed(0)
     parts, counts = [], 0
     for g in groups:
@@ -344,7 +544,22 @@ def find_widths(
     sample,          # one example input
     groups:list,     # of `ChannelGroup`, that can be pruned
 )->tuple:            # `Widths` or None, set of names of the costs that it gets right
-    "What computes costs, if it agrees with counting"
+    """What computes costs, if it agrees with counting
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back untouched
+    sample
+        one example input
+    groups : list
+        of `ChannelGroup`, that can be pruned
+
+    Returns
+    -------
+    tuple
+        `Widths` or None, set of names of the costs that it gets right
+    """
     if not groups: return None, set()
     try: widths = Widths(model, sample, groups)
     except follow_errors: return None, set()   # a rule that cannot be tried by itself; then costs are counted
@@ -352,7 +567,17 @@ def find_widths(
 
 # %% ../../nbs/methods/09_widths.ipynb #0ee54eb9
 class ChannelActor:
-    "Takes channels out by plans, one after another, and says what a model costs without them"
+    """Takes channels out by plans, one after another, and says what a model costs without them
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+    criteria : Criterion
+        which channels matter, bound to the model
+    """
     def __init__(self,
         model:nn.Module,    # any model
         sample,             # one example input
@@ -365,12 +590,29 @@ class ChannelActor:
         self.picks, self.parts = {}, {}
     @cached_property
     def computer(self)->tuple: # `Widths`, and the costs that it gets right
-        "What computes costs"
+        """What computes costs
+
+        Returns
+        -------
+        tuple
+            `Widths`, and the costs that it gets right
+        """
         return find_widths(self.model, self.sample, list(self.groups.values()))
     def widths(self,
         names, # of costs
     )->Widths|None: # None: they must be counted
-        "What computes these costs once channels are gone"
+        """What computes these costs once channels are gone
+
+        Parameters
+        ----------
+        names
+            of costs
+
+        Returns
+        -------
+        Widths|None
+            None: they must be counted
+        """
         widths, right = self.computer
         return widths if set(names) <= right else None
     def count_only(self):
@@ -382,7 +624,18 @@ class ChannelActor:
 def chosen(self:ChannelActor,
     targets, # layer name -> percent of its channels
 )->dict:     # group name -> its granules that go
-    "Which channels go. Raises KeyError for a layer that cannot be pruned, ValueError if coupled layers disagree"
+    """Which channels go. Raises KeyError for a layer that cannot be pruned, ValueError if coupled layers disagree
+
+    Parameters
+    ----------
+    targets
+        layer name -> percent of its channels
+
+    Returns
+    -------
+    dict
+        group name -> its granules that go
+    """
     at = {}
     for n, pct in targets.items():
         if n not in self.owner: raise unknown_name(n, self.owner, "layer to prune")
@@ -396,7 +649,20 @@ def picked(self:ChannelActor,
     name:str,  # of a group
     pct:float, # percent of its channels
 )->list:       # of granules
-    "The least important of them, looked for once"
+    """The least important of them, looked for once
+
+    Parameters
+    ----------
+    name : str
+        of a group
+    pct : float
+        percent of its channels
+
+    Returns
+    -------
+    list
+        of granules
+    """
     if (name, pct) not in self.picks:
         n, k = n_granules(self.groups[name])
         self.picks[name, pct] = pick(self.groups[name], self.scores[name], n_gone(n, pct, k))
@@ -406,7 +672,13 @@ def picked(self:ChannelActor,
 def change(self:ChannelActor,
     targets, # layer name -> percent of its channels
 ):
-    "Take the channels out, in place; `leave_no_trace` brings them back. Raises as `chosen` does"
+    """Take the channels out, in place; `leave_no_trace` brings them back. Raises as `chosen` does
+
+    Parameters
+    ----------
+    targets
+        layer name -> percent of its channels
+    """
     parts = [p for name, granules in self.chosen(targets).items() for p in self.groups[name].parts_of(granules)]
     if parts: next(iter(self.groups.values())).graph.remove(parts)
 
@@ -415,7 +687,18 @@ def change(self:ChannelActor,
 def side_counts(self:ChannelActor,
     targets, # layer name -> percent of its channels
 )->np.ndarray: # for `Widths`
-    "How many channels each side of each layer loses. Raises as `chosen` does"
+    """How many channels each side of each layer loses. Raises as `chosen` does
+
+    Parameters
+    ----------
+    targets
+        layer name -> percent of its channels
+
+    Returns
+    -------
+    np.ndarray
+        for `Widths`
+    """
     widths, _ = self.computer
     total = np.zeros(len(widths.sides) + 1)
     for name, granules in self.chosen(targets).items():
@@ -426,5 +709,14 @@ def side_counts(self:ChannelActor,
 
 @patch(cls_method=True)
 def actor_class(cls:Pruned, model, sample, criteria, calibration_data, settings):
-    "What carries out plans for channels"
+    """What carries out plans for channels
+
+    Parameters
+    ----------
+    model
+    sample
+    criteria
+    calibration_data
+    settings
+    """
     return ChannelActor(model, sample, criteria)

@@ -40,7 +40,20 @@ def excluding(
     choices:list, # of `Choice`
     pairs:set,    # frozensets of two methods that may meet in a layer
 )->list:          # of pairs of (index of a choice, its options), as `choose` takes them
-    "Options that must not be chosen together: channels of a group, and what else is done to its layers"
+    """Options that must not be chosen together: channels of a group, and what else is done to its layers
+
+    Parameters
+    ----------
+    choices : list
+        of `Choice`
+    pairs : set
+        frozensets of two methods that may meet in a layer
+
+    Returns
+    -------
+    list
+        of pairs of (index of a choice, its options), as `choose` takes them
+    """
     layers, out = {n: i for i, c in enumerate(choices) if not c.is_group for n in c.members}, []
     for g, c in enumerate(choices):
         if not c.is_group: continue
@@ -51,7 +64,19 @@ def excluding(
 
 # %% ../../nbs/plans/06_allocate.ipynb #ea89ea06
 class Problem:
-    "What there is to choose, and what it saves"
+    """What there is to choose, and what it saves
+
+    Parameters
+    ----------
+    choices : list
+        of `Choice`
+    table : CostTable
+        of all their options
+    pairs : set
+        frozensets of two methods that may meet in a layer
+    names : Iterable
+        of costs that count
+    """
     def __init__(self,
         choices:list,    # of `Choice`
         table:CostTable, # of all their options
@@ -69,35 +94,88 @@ class Problem:
 def solve(self:Problem,
     budgets:dict, # cost -> number
 )->list:          # index of an option, one a choice
-    "Least damage within the budgets. Raises ValueError if there is none"
+    """Least damage within the budgets. Raises ValueError if there is none
+
+    Parameters
+    ----------
+    budgets : dict
+        cost -> number
+
+    Returns
+    -------
+    list
+        index of an option, one a choice
+    """
     return choose([c.damage for c in self.choices], {n: self.costs[n] for n in budgets}, budgets, apart=self.apart)
 
 @patch
 def least(self:Problem,
     name:str, # of a cost
 )->list:      # index of an option, one a choice
-    "The choice that saves most of one cost"
+    """The choice that saves most of one cost
+
+    Parameters
+    ----------
+    name : str
+        of a cost
+
+    Returns
+    -------
+    list
+        index of an option, one a choice
+    """
     return choose([[v - min(of) for v in of] for of in self.costs[name]], {}, {}, apart=self.apart)
 
 @patch
 def harm(self:Problem,
     picked:list, # index of an option, one a choice
 )->float:
-    "Total damage"
+    """Total damage
+
+    Parameters
+    ----------
+    picked : list
+        index of an option, one a choice
+
+    Returns
+    -------
+    float
+    """
     return sum(c.damage[i] for c, i in zip(self.choices, picked, strict=True))
 
 @patch
 def options(self:Problem,
     picked:list, # index of an option, one a choice
 )->list:         # pairs of `Choice` and {method: level}
-    "What was chosen"
+    """What was chosen
+
+    Parameters
+    ----------
+    picked : list
+        index of an option, one a choice
+
+    Returns
+    -------
+    list
+        pairs of `Choice` and {method: level}
+    """
     return [(c, c.levels[i]) for c, i in zip(self.choices, picked, strict=True)]
 
 @patch
 def only(self:Problem,
     *methods, # that may be used
 )->Problem:
-    "The same with all else as mild as can be"
+    """The same with all else as mild as can be
+
+    Parameters
+    ----------
+    *methods
+        that may be used
+
+    Returns
+    -------
+    Problem
+    """
     out = copy(self)
     keep = [[i for i, levels in enumerate(c.levels) if set(levels) <= set(methods)] or [0] for c in self.choices]
     out.choices = [replace(c, **{k: [getattr(c, k)[i] for i in of] for k in ("levels", "damage", "metric")}) for c, of in zip(self.choices, keep, strict=True)]
@@ -112,7 +190,23 @@ def within(
     actual:Callable, # picked options -> what they cost together
     tries:int=12,    # how often to ask for more
 )->list:             # index of an option, one a choice
-    "The best choice that really keeps to the budgets. Raises ValueError, with what is reachable, if there is none"
+    """The best choice that really keeps to the budgets. Raises ValueError, with what is reachable, if there is none
+
+    Parameters
+    ----------
+    problem : Problem
+    budgets : dict
+        cost -> number
+    actual : Callable
+        picked options -> what they cost together
+    tries : int, default 12
+        how often to ask for more
+
+    Returns
+    -------
+    list
+        index of an option, one a choice
+    """
     whole, more = problem.whole, dict.fromkeys(budgets, 1.)
     try:
         for _ in range(tries):
@@ -144,7 +238,36 @@ def choose_around(
     costs:list|None=None, # from `option_costs`, if it is known; None: count now
     tries:int=6,     # how often to ask for more
 )->list|None:        # index of an option, one a choice
-    "The best choice within the budgets, with savings as they are around the present one; None if none was found"
+    """The best choice within the budgets, with savings as they are around the present one; None if none was found
+
+    Parameters
+    ----------
+    damage : list
+        of each option of each choice
+    choices : list
+        of `Choice`
+    picked : list
+        the present option of each
+    budgets : dict
+        cost -> number
+    compressor : Compressor
+        of the model
+    apart : list
+        from `excluding`
+    moves : default None
+        most choices that may change; None: all
+    gap : default None
+        as in `choose`
+    costs : list|None, default None
+        from `option_costs`, if it is known; None: count now
+    tries : int, default 6
+        how often to ask for more
+
+    Returns
+    -------
+    list|None
+        index of an option, one a choice
+    """
     costs, ask = costs or option_costs(compressor, choices, picked, tuple(budgets)), dict(budgets)
     rises = {n: [[at[n] - costs[k][i][n]*(k > 0) for at in costs[k]] for k, i in enumerate(picked)] for n in budgets}
     if moves is not None: rises["moves"], ask["moves"] = [[float(j != i) for j in range(len(of))] for i, of in zip(picked, damage, strict=True)], moves
@@ -165,7 +288,25 @@ def improved(
     compressor:Compressor, # of the model
     rounds:int=6,    # at most
 )->list:             # index of an option, one a choice
-    "A choice with less damage within the budgets, or the same"
+    """A choice with less damage within the budgets, or the same
+
+    Parameters
+    ----------
+    problem : Problem
+    picked : list
+        a choice that keeps to the budgets
+    budgets : dict
+        cost -> number
+    compressor : Compressor
+        of the model
+    rounds : int, default 6
+        at most
+
+    Returns
+    -------
+    list
+        index of an option, one a choice
+    """
     for _ in range(rounds):
         new = choose_around([c.damage for c in problem.choices], problem.choices, picked, budgets, compressor, problem.apart)
         if new is None or problem.harm(new) >= problem.harm(picked): return picked
@@ -181,7 +322,20 @@ def fits(
     costs:dict,   # cost -> `[n]`
     budgets:dict, # cost -> number
 )->np.ndarray:    # bool, `[n]`
-    "Whether plans are within all budgets"
+    """Whether plans are within all budgets
+
+    Parameters
+    ----------
+    costs : dict
+        cost -> `[n]`
+    budgets : dict
+        cost -> number
+
+    Returns
+    -------
+    np.ndarray
+        bool, `[n]`
+    """
     return np.all([costs[n] <= b*(1 + 1e-9) for n, b in budgets.items()], axis=0)
 
 def best_of_all(
@@ -190,7 +344,24 @@ def best_of_all(
     budgets:dict,          # cost -> number
     at_once:int=4096,      # plans to compute together
 )->list|None:              # index of an option, one a choice; None if no plan is within the budgets
-    "The plan with the least damage of all that are within the budgets; of equal ones the mildest"
+    """The plan with the least damage of all that are within the budgets; of equal ones the mildest
+
+    Parameters
+    ----------
+    problem : Problem
+        of groups only
+    channels : ChannelCosts
+        of its choices
+    budgets : dict
+        cost -> number
+    at_once : int, default 4096
+        plans to compute together
+
+    Returns
+    -------
+    list|None
+        index of an option, one a choice; None if no plan is within the budgets
+    """
     damage, rank = np.zeros(()), np.zeros((), int)
     for c in problem.choices:
         damage, rank = np.add.outer(damage, c.damage), np.add.outer(rank, np.arange(len(c.levels)))
@@ -207,7 +378,19 @@ def interactions(
     channels:ChannelCosts,
     name:str,    # of a cost
 )->np.ndarray:   # `[options, options]`, all options of all choices in one row
-    "What two options cost together beyond what each costs alone, where every tensor has two axes that get shorter at most"
+    """What two options cost together beyond what each costs alone, where every tensor has two axes that get shorter at most
+
+    Parameters
+    ----------
+    channels : ChannelCosts
+    name : str
+        of a cost
+
+    Returns
+    -------
+    np.ndarray
+        `[options, options]`, all options of all choices in one row
+    """
     w, counts = channels.widths, np.concatenate(channels.counts)
     one, two = (w.by[:, j]*counts[:, w.side[:, j]] for j in range(2))
     product = (one*(w.rest*w.each[name]))@two.T
@@ -220,7 +403,25 @@ def all_moves(
     together:dict,         # cost -> from `interactions`
     budgets:dict,          # cost -> number
 )->np.ndarray:             # `[options, options]`, infinite where the budgets would not hold
-    "How the damage changes if two choices change to these options"
+    """How the damage changes if two choices change to these options
+
+    Parameters
+    ----------
+    problem : Problem
+    picked : list
+        the present option of each choice
+    channels : ChannelCosts
+        of its choices
+    together : dict
+        cost -> from `interactions`
+    budgets : dict
+        cost -> number
+
+    Returns
+    -------
+    np.ndarray
+        `[options, options]`, infinite where the budgets would not hold
+    """
     starts = np.cumsum([0, *(len(c.levels) for c in problem.choices)])
     owner, now = np.repeat(np.arange(len(picked)), np.diff(starts)), starts[:-1] + picked
     change = np.concatenate([np.array(c.damage) - c.damage[i] for c, i in zip(problem.choices, picked, strict=True)])
@@ -241,7 +442,26 @@ def exchanged(
     budgets:dict,          # cost -> number
     rounds:int=200,        # at most
 )->list:                   # index of an option, one a choice
-    "A choice with less damage within the budgets, or the same: two groups change at once, as long as that is better"
+    """A choice with less damage within the budgets, or the same: two groups change at once, as long as that is better
+
+    Parameters
+    ----------
+    problem : Problem
+        of groups only
+    picked : list
+        a choice that keeps to the budgets
+    channels : ChannelCosts
+        of its choices
+    budgets : dict
+        cost -> number
+    rounds : int, default 200
+        at most
+
+    Returns
+    -------
+    list
+        index of an option, one a choice
+    """
     if channels.widths.by.shape[1] > 2 or not 1 < len(picked) or sum(len(c.levels) for c in problem.choices) > 4000: return picked
     together, best = {n: interactions(channels, n) for n in budgets}, list(picked)
     ends = np.cumsum([len(c.levels) for c in problem.choices])
@@ -264,7 +484,23 @@ def stepwise(
     compressor:Compressor, # of the model
     factor:float=.7, # what a step leaves of the costs
 )->list|None:        # index of an option, one a choice; None if not even an eighth of a step leads on
-    "From the mildest choice down to the budgets, in equal ratios, with savings as they are around the choice so far; where a step finds no way, half of it is tried"
+    """From the mildest choice down to the budgets, in equal ratios, with savings as they are around the choice so far; where a step finds no way, half of it is tried
+
+    Parameters
+    ----------
+    problem : Problem
+    budgets : dict
+        cost -> number
+    compressor : Compressor
+        of the model
+    factor : float, default .7
+        what a step leaves of the costs
+
+    Returns
+    -------
+    list|None
+        index of an option, one a choice; None if not even an eighth of a step leads on
+    """
     picked = [0]*len(problem.choices)
     start = compressor.costs(planned(problem.options(picked)), tuple(budgets))
     ratios = {n: min(1., b/start[n]) for n, b in budgets.items()}
@@ -284,7 +520,23 @@ def best_within(
     actual:Callable, # picked options -> what they cost together
     compressor:Compressor|None, # to count again with; None: savings add up
 )->list:             # index of an option, one a choice
-    "The best choice within the budgets. Raises ValueError, with what is reachable, if there is none"
+    """The best choice within the budgets. Raises ValueError, with what is reachable, if there is none
+
+    Parameters
+    ----------
+    problem : Problem
+    budgets : dict
+        cost -> number
+    actual : Callable
+        picked options -> what they cost together
+    compressor : Compressor|None
+        to count again with; None: savings add up
+
+    Returns
+    -------
+    list
+        index of an option, one a choice
+    """
     if compressor is None: return within(problem, budgets, actual)
     channels = channel_costs(compressor, problem.choices, tuple(budgets)) if all(c.is_group for c in problem.choices) else None
     if channels and channels.n_plans <= most_plans: return best_of_all(problem, channels, budgets) or within(problem, budgets, actual)
@@ -299,7 +551,17 @@ def best_within(
 def says_what_it_saves(
     name:str, # of a method
 )->bool:
-    "Whether what a level saves is known"
+    """Whether what a level saves is known
+
+    Parameters
+    ----------
+    name : str
+        of a method
+
+    Returns
+    -------
+    bool
+    """
     if name not in methods: return False
     return methods[name].reshapes or methods[name].shrink is not Perturbation.shrink
 
@@ -307,7 +569,20 @@ def by_method(
     sweeps,  # a `SweepResult`, or several
     by=None, # as the user gave it
 )->tuple:    # method -> `SweepResult`, "metric" or "objective"
-    "Sweeps that can be planned for together. Raises TypeError or ValueError if they cannot"
+    """Sweeps that can be planned for together. Raises TypeError or ValueError if they cannot
+
+    Parameters
+    ----------
+    sweeps
+        a `SweepResult`, or several
+    by : default None
+        as the user gave it
+
+    Returns
+    -------
+    tuple
+        method -> `SweepResult`, "metric" or "objective"
+    """
     sweeps, out = list(sweeps) if isinstance(sweeps, tuple | list) else [sweeps], {}
     if not sweeps: raise ValueError("there is no sweep to plan from")
     for s in sweeps:
@@ -328,7 +603,20 @@ def check_pairs(
     combine,         # as the user gave it
     methods:Iterable, # that are there
 )->set:              # of frozensets of two methods
-    "Raises KeyError for an unknown method, ValueError if it is no list of pairs"
+    """Raises KeyError for an unknown method, ValueError if it is no list of pairs
+
+    Parameters
+    ----------
+    combine
+        as the user gave it
+    methods : Iterable
+        that are there
+
+    Returns
+    -------
+    set
+        of frozensets of two methods
+    """
     if combine is None: return set()
     pairs = [combine] if isinstance(combine, tuple) and combine and all(isinstance(m, str) for m in combine) else list(combine)
     for pair in pairs:
@@ -343,7 +631,30 @@ def prepare(
     names:tuple, # of costs
     model, sample, table, criteria, data, # as in `allocate`
 )->tuple:        # `Compressor`, or None; `CostTable`
-    "What carries plans out, if there is a model, and what options save. Raises ValueError for what is missing"
+    """What carries plans out, if there is a model, and what options save. Raises ValueError for what is missing
+
+    Parameters
+    ----------
+    sweeps : dict
+        method -> `SweepResult`
+    names : tuple
+        of costs
+    model
+        as in `allocate`
+    sample
+        as in `allocate`
+    table
+        as in `allocate`
+    criteria
+        as in `allocate`
+    data
+        as in `allocate`
+
+    Returns
+    -------
+    tuple
+        `Compressor`, or None; `CostTable`
+    """
     reshaping = [m for m in sweeps if methods[m].reshapes]
     if model is None:
         if table is None: raise ValueError("give the model (and a sample) to count what layers cost, or the table that cost_table made of it")
@@ -369,7 +680,29 @@ def cost_table(
     calibration_data=None, # for criteria that use data
     verbose:bool=True, # show a progress bar, if it takes long
 )->CostTable:
-    "What each option of `allocate` saves. Raises as `allocate` does"
+    """What each option of `allocate` saves. Raises as `allocate` does
+
+    Parameters
+    ----------
+    sweeps
+        a `SweepResult`, or several: of sparsity, pruning and quantization
+    model : nn.Module
+        that was measured; comes back untouched
+    sample : default None
+        one example input
+    costs : default ("params", "flops", "bytes")
+        of "params", "flops", "bytes", "latency"; latency is measured for every level of pruning
+    criteria : default large_final
+        as measured
+    calibration_data : default None
+        for criteria that use data
+    verbose : bool, default True
+        show a progress bar, if it takes long
+
+    Returns
+    -------
+    CostTable
+    """
     names = tuple(check_budgets(dict.fromkeys([costs] if isinstance(costs, str) else costs, 1), None))
     with slow_bar(1, verbose, "counting"): return prepare(by_method(sweeps, "metric")[0], names, model, sample, None, criteria, calibration_data)[1]
 
@@ -378,7 +711,41 @@ def set_up(
     sweeps, budget, cost, combine, bounds, locked, by, # as in `allocate`
     model, sample, table, criteria, data, # as in `allocate`
 )->tuple: # `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans have in common
-    "Everything to plan with. Raises as `allocate` does"
+    """Everything to plan with. Raises as `allocate` does
+
+    Parameters
+    ----------
+    sweeps
+        as in `allocate`
+    budget
+        as in `allocate`
+    cost
+        as in `allocate`
+    combine
+        as in `allocate`
+    bounds
+        as in `allocate`
+    locked
+        as in `allocate`
+    by
+        as in `allocate`
+    model
+        as in `allocate`
+    sample
+        as in `allocate`
+    table
+        as in `allocate`
+    criteria
+        as in `allocate`
+    data
+        as in `allocate`
+
+    Returns
+    -------
+    tuple
+        `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans
+        have in common
+    """
     sweeps, by = by_method(sweeps, by)
     if criteria is None: criteria = large_final
     elif not any(methods[m].ranks for m in sweeps): raise TypeError("quantization takes no criteria: nothing is ranked")
@@ -425,7 +792,47 @@ def allocate(
     calibration_data=None, # for criteria that use data
     verbose:bool=True, # show a progress bar, if it takes long
 )->Plan:           # with predicted damage and metric, and what it costs
-    "One measured level for each layer: least total damage within all budgets (multiple-choice knapsack, Sinha and Zoltners 1979). The best there is for zeros and bits (over 2000 options: as good as 100 nodes of the search tree find), and for channels alone within params, flops or bytes where there are at most 2**20 plans; with more plans, channels beside other methods, or latency, the best that was found. A gain, or less damage than at a milder level, counts as noise. Raises ValueError, with what is reachable, if there is none, KeyError for an unknown name"
+    """One measured level for each layer: least total damage within all budgets (multiple-choice knapsack, Sinha and Zoltners 1979). The best there is for zeros and bits (over 2000 options: as good as 100 nodes of the search tree find), and for channels alone within params, flops or bytes where there are at most 2**20 plans; with more plans, channels beside other methods, or latency, the best that was found. A gain, or less damage than at a milder level, counts as noise. Raises ValueError, with what is reachable, if there is none, KeyError for an unknown name
+
+    Parameters
+    ----------
+    sweeps
+        a `SweepResult`, or several: one each of sparsity, pruning and quantization, measured with the
+        same `eval_fn`
+    budget
+        most that the whole model may cost: a number, or "30%" of the untouched model; or {cost: that}
+        for several at once
+    cost : default None
+        "params", "flops", "bytes" or "latency" (seconds for the sample); None: "params", or what
+        `budget` says
+    model : default None
+        that was measured; comes back untouched. None: `table` says it all, without pruning
+    sample : default None
+        one example input
+    combine : default ()
+        pairs of methods that may meet in one layer, such as ("sparsity", "quantization"); their damages
+        are taken to add up
+    bounds : default None
+        layer name -> (low, high), or method -> that; a pair alone is for all layers. Low above 0, and
+        any bounds on bits, rule out that the layer is left alone
+    locked : default ()
+        names of layers that are left alone
+    by : default None
+        what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
+    table : default None
+        from `cost_table`; None: count now
+    criteria : default None
+        which weights and channels matter, as measured; None: `large_final`
+    calibration_data : default None
+        for criteria that use data
+    verbose : bool, default True
+        show a progress bar, if it takes long
+
+    Returns
+    -------
+    Plan
+        with predicted damage and metric, and what it costs
+    """
     with slow_bar(2, verbose, "allocating") as tick:
         found = set_up(sweeps, budget, cost, combine, bounds, locked, by, model, sample, table, criteria, calibration_data)
         tick()

@@ -32,13 +32,37 @@ def meant(
     make:Callable, # level -> perturbation
     level:float,   # of a plan
 ):
-    "A perturbation; half a percent is meant as such in a plan, so nothing is said"
+    """A perturbation; half a percent is meant as such in a plan, so nothing is said
+
+    Parameters
+    ----------
+    make : Callable
+        level -> perturbation
+    level : float
+        of a plan
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return make(level)
 
 class Actor:
-    "Carries out targets of one method, unit by unit"
+    """Carries out targets of one method, unit by unit
+
+    Parameters
+    ----------
+    kind
+        the class of the method
+    model : nn.Module
+        any model
+    sample
+        one example input
+    criteria : default large_final
+        which weights matter, bound to the model
+    calibration_data : default None
+        for methods that use data
+    settings : default ()
+        how the method was measured
+    """
     def __init__(self,
         kind,               # the class of the method
         model:nn.Module,    # any model
@@ -55,25 +79,54 @@ class Actor:
     def prepared(self,
         units:list, # of `Unit`, those that will be compressed
     )->Callable:    # level -> perturbation
-        "What makes perturbations, with what it has to find out"
+        """What makes perturbations, with what it has to find out
+
+        Parameters
+        ----------
+        units : list
+            of `Unit`, those that will be compressed
+
+        Returns
+        -------
+        Callable
+            level -> perturbation
+        """
         given = taken(self.kind.configure, self.offered | dict(units=units)) | self.options
         return self.kind.configure(**given)
     def at(self,
         level:float, # percent, or bits
     ):
-        "The perturbation at one level, made once"
+        """The perturbation at one level, made once
+
+        Parameters
+        ----------
+        level : float
+            percent, or bits
+        """
         if level not in self.known: self.known[level] = meant(self.make, level)
         return self.known[level]
     def outline(self,
         level:float, # percent, or bits
     ):
-        "The same without data, for what the level saves"
+        """The same without data, for what the level saves
+
+        Parameters
+        ----------
+        level : float
+            percent, or bits
+        """
         if level not in self.outlined: self.outlined[level] = meant(self.kind.unprepared(**self.options), level)
         return self.outlined[level]
     def change(self,
         targets, # layer name -> level
     ):
-        "Compress the layers in place; `leave_no_trace` brings them back. Raises KeyError for an unknown layer"
+        """Compress the layers in place; `leave_no_trace` brings them back. Raises KeyError for an unknown layer
+
+        Parameters
+        ----------
+        targets
+            layer name -> level
+        """
         none = scales[self.kind.unit].none
         levels = {u: level for u, level in target_units(self.model, targets).items() if level != none}
         if self.is_late and levels:
@@ -83,7 +136,23 @@ class Actor:
 
 # %% ../../nbs/plans/04_applier.ipynb #1e6dce35
 class Applier:
-    "Carries out plans on one model, one after another: `with applier(plan): ...`"
+    """Carries out plans on one model, one after another: `with applier(plan): ...`
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; untouched outside the blocks
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    methods : default None
+        names of those that the plans use; None: all, each prepared when it is first used
+    settings : default None
+        method -> how it was measured: granularity, per_channel, ...
+    criteria : default large_final
+        which weights and channels matter
+    calibration_data : default None
+        for criteria that use data, and for ranges of activations
+    """
     def __init__(self,
         model:nn.Module,    # any model; untouched outside the blocks
         sample,             # example input: a tensor, a tuple, or a dict of keyword inputs
@@ -103,7 +172,13 @@ class Applier:
     def actor(self,
         name:str, # of a method
     ):
-        "What carries out targets of a method, prepared once"
+        """What carries out targets of a method, prepared once
+
+        Parameters
+        ----------
+        name : str
+            of a method
+        """
         if name not in self.actors:
             kind = methods[name]
             make = kind.actor_class or partial(Actor, kind)
@@ -112,7 +187,13 @@ class Applier:
 
     @property
     def groups(self)->dict: # name -> `ChannelGroup`
-        "What loses channels together"
+        """What loses channels together
+
+        Returns
+        -------
+        dict
+            name -> `ChannelGroup`
+        """
         found = {}
         for name in methods:
             if methods[name].reshapes: found |= getattr(self.actor(name), "groups", {})
@@ -126,7 +207,17 @@ def check_together(
     settings:dict, # method -> how it was measured
     criteria:Criterion, # which weights and channels matter
 ):
-    "Raises ValueError for methods of one plan that stand in each other's way"
+    """Raises ValueError for methods of one plan that stand in each other's way
+
+    Parameters
+    ----------
+    names
+        of methods
+    settings : dict
+        method -> how it was measured
+    criteria : Criterion
+        which weights and channels matter
+    """
     if not any(methods[name].reshapes for name in names): return
     ranked = [name for name in names if methods[name].ranks]
     if len(ranked) > 1 and criteria.needs:
@@ -143,7 +234,13 @@ def check_together(
 def __call__(self:Applier,
     plan:Plan, # what to do
 ):
-    "Compress the model inside the block, and leave no trace after it. Raises KeyError and ValueError for a plan that does not fit"
+    """Compress the model inside the block, and leave no trace after it. Raises KeyError and ValueError for a plan that does not fit
+
+    Parameters
+    ----------
+    plan : Plan
+        what to do
+    """
     actors = {name: self.actor(name) for name in plan}   # prepared before anything changes
     with leave_no_trace(self.model):
         for name, targets in plan.items(): actors[name].change(targets)
@@ -158,7 +255,24 @@ def apply(self:Plan,
     *, criteria=large_final, # which weights and channels matter
     calibration_data=None, # for criteria that use data, and for ranges of activations
 )->dict: # method -> what holds it: `Pruner`, `Sparsifier`, `AppliedPlan`
-    "Carry out the plan for good. Raises as `Pruner`, `Sparsifier` and `quantize_model` do"
+    """Carry out the plan for good. Raises as `Pruner`, `Sparsifier` and `quantize_model` do
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place
+    sample : default None
+        example input, for pruning and for ranges of activations
+    criteria : default large_final
+        which weights and channels matter
+    calibration_data : default None
+        for criteria that use data, and for ranges of activations
+
+    Returns
+    -------
+    dict
+        method -> what holds it: `Pruner`, `Sparsifier`, `AppliedPlan`
+    """
     used = {name: targets for name, targets in self.items() if any(targets.values())}
     for name, targets in used.items():
         late = methods[name].prepares_late(**methods[name].options_from(vars(targets).get("settings", {})))
@@ -171,7 +285,17 @@ def apply(self:Plan,
 def footprint(
     unit, # a `Unit`, or an outline of one
 )->Footprint:
-    "What a layer takes that is not compressed"
+    """What a layer takes that is not compressed
+
+    Parameters
+    ----------
+    unit
+        a `Unit`, or an outline of one
+
+    Returns
+    -------
+    Footprint
+    """
     return Footprint(unit.weight.numel(), 8*unit.weight.element_size())
 
 # %% ../../nbs/plans/04_applier.ipynb #2e78c46e
@@ -179,30 +303,83 @@ def unit_macs(
     model:nn.Module, # any model
     sample,          # one example input
 )->tuple:            # name of a unit -> MACs of its weight; MACs of the whole model
-    "Multiply-accumulates of one sample, by weight; what `count_flops_params` does not see is not in them"
+    """Multiply-accumulates of one sample, by weight; what `count_flops_params` does not see is not in them
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+
+    Returns
+    -------
+    tuple
+        name of a unit -> MACs of its weight; MACs of the whole model
+    """
     macs, total = weight_macs(model, sample)
     return {u.name: macs.get(place(u.weight), 0.) for u in all_units(model)[0]}, total
 
 # %% ../../nbs/plans/04_applier.ipynb #b9d5bcf5
 def count_params(model, sample)->tuple:
-    "Parameters of the model; what a footprint takes of them"
+    """Parameters of the model; what a footprint takes of them
+
+    Parameters
+    ----------
+    model
+    sample
+
+    Returns
+    -------
+    tuple
+    """
     def of(unit, left): return left.n_weights - left.n_zeros - left.biases_gone
     return n_params(model), of
 
 def count_macs(model, sample)->tuple:
-    "Multiply-accumulates of the model; what a footprint takes of them"
+    """Multiply-accumulates of the model; what a footprint takes of them
+
+    Parameters
+    ----------
+    model
+    sample
+
+    Returns
+    -------
+    tuple
+    """
     macs, total = unit_macs(model, sample)
     each = {u.name: macs[u.name]/max(1, u.weight.numel()) for u in all_units(model)[0]}
     def of(unit, left): return each[unit.name]*(left.n_weights - left.n_zeros)
     return total, of
 
 def count_bytes(model, sample)->tuple:
-    "Bytes of the model; what a footprint takes of them"
+    """Bytes of the model; what a footprint takes of them
+
+    Parameters
+    ----------
+    model
+    sample
+
+    Returns
+    -------
+    tuple
+    """
     def of(unit, left): return left.n_bytes
     return n_bytes(model), of
 
 def time_once(model, sample)->tuple:
-    "Seconds for the sample; a footprint takes none"
+    """Seconds for the sample; a footprint takes none
+
+    Parameters
+    ----------
+    model
+    sample
+
+    Returns
+    -------
+    tuple
+    """
     def of(unit, left): return 0
     return latency(model, sample), of
 
@@ -213,7 +390,18 @@ cost_rules = {"params": count_params, "flops": count_macs, "bytes": count_bytes,
 def dense_costs(self:Applier,
     name:str, # "params", "flops", "bytes", "latency"
 )->tuple:     # as from `cost_rules`
-    "What the untouched model costs, and what a footprint takes of it; latency is measured each time"
+    """What the untouched model costs, and what a footprint takes of it; latency is measured each time
+
+    Parameters
+    ----------
+    name : str
+        "params", "flops", "bytes", "latency"
+
+    Returns
+    -------
+    tuple
+        as from `cost_rules`
+    """
     if name == "latency": return cost_rules[name](self.model, self.sample)
     if name not in self.dense: self.dense[name] = cost_rules[name](self.model, self.sample)
     return self.dense[name]
@@ -224,7 +412,22 @@ def saving(self:Applier,
     rules:dict,    # cost -> (unit, footprint) -> what it takes
     known:dict,    # what was found before; grows
 )->Callable:       # {layer name: {method: level}} -> {cost: how much less}
-    "What is saved inside layers; tied layers count once"
+    """What is saved inside layers; tied layers count once
+
+    Parameters
+    ----------
+    find : Callable
+        name of a layer -> its unit as it is now, or an outline of it
+    rules : dict
+        cost -> (unit, footprint) -> what it takes
+    known : dict
+        what was found before; grows
+
+    Returns
+    -------
+    Callable
+        {layer name: {method: level}} -> {cost: how much less}
+    """
     def one(unit, levels):
         key = unit.name, tuple(unit.weight.shape), tuple(levels.items()), *rules
         if key not in known:
@@ -243,7 +446,18 @@ def saving(self:Applier,
 def inside(self:Applier,
     levels:dict, # method -> level
 )->dict:         # of methods that change nothing outside the layer, in their turns
-    "What happens inside a layer"
+    """What happens inside a layer
+
+    Parameters
+    ----------
+    levels : dict
+        method -> level
+
+    Returns
+    -------
+    dict
+        of methods that change nothing outside the layer, in their turns
+    """
     acts = {m: levels[m] for m in in_turn(levels) if not methods[m].reshapes}
     return {m: level for m, level in acts.items() if level != scales[methods[m].unit].none}
 
@@ -252,7 +466,19 @@ def left_of(self:Applier,
     unit,        # a `Unit`, or an outline of one
     levels:dict, # method -> level, in their turns
 )->Footprint:
-    "What is left of a layer"
+    """What is left of a layer
+
+    Parameters
+    ----------
+    unit
+        a `Unit`, or an outline of one
+    levels : dict
+        method -> level, in their turns
+
+    Returns
+    -------
+    Footprint
+    """
     left, n_biases = footprint(unit), len(self.units[unit.name].biases)
     for name, level in levels.items(): left = self.actor(name).outline(level).shrink(unit, left, n_biases)
     return left
@@ -262,14 +488,35 @@ def left_of(self:Applier,
 def reshaped(self:Applier,
     plan:Plan, # any plan
 )->dict:       # method -> targets
-    "The part of the plan that changes the shapes of other layers, if there is one"
+    """The part of the plan that changes the shapes of other layers, if there is one
+
+    Parameters
+    ----------
+    plan : Plan
+        any plan
+
+    Returns
+    -------
+    dict
+        method -> targets
+    """
     return {m: targets for m, targets in plan.items() if methods[m].reshapes and any(targets.values())}
 
 @patch
 def widths(self:Applier,
     names, # of "params", "flops", "bytes", "latency"
 ):         # `Widths`; None: they must be counted
-    "What computes these costs for plans that change shapes"
+    """What computes these costs for plans that change shapes
+
+    Parameters
+    ----------
+    names
+        of "params", "flops", "bytes", "latency"
+
+    Returns
+    -------
+    `Widths`; None: they must be counted
+    """
     able = [self.actor(m) for m in methods if methods[m].reshapes and hasattr(self.actor(m), "widths")]
     if "latency" in names or len(able) != 1: return None
     return able[0].widths(names)
@@ -278,7 +525,18 @@ def widths(self:Applier,
 def side_counts(self:Applier,
     parts:dict, # method -> targets, from `reshaped`
 )->np.ndarray:  # for `Widths`
-    "How many channels each side of each layer loses"
+    """How many channels each side of each layer loses
+
+    Parameters
+    ----------
+    parts : dict
+        method -> targets, from `reshaped`
+
+    Returns
+    -------
+    np.ndarray
+        for `Widths`
+    """
     return sum(self.actor(m).side_counts(targets) for m, targets in parts.items())
 
 @patch
@@ -287,7 +545,22 @@ def computed(self:Applier,
     parts:dict, # method -> targets, from `reshaped`
     names,      # of "params", "flops", "bytes"
 )->tuple:       # as from `counting`
-    "What the model costs without those channels, and what layers save of it, without touching the model"
+    """What the model costs without those channels, and what layers save of it, without touching the model
+
+    Parameters
+    ----------
+    widths
+        `Widths`
+    parts : dict
+        method -> targets, from `reshaped`
+    names
+        of "params", "flops", "bytes"
+
+    Returns
+    -------
+    tuple
+        as from `counting`
+    """
     counts = self.side_counts(parts)
     whole = {n: round(v.item()) for n, v in widths.costs(counts[None], names).items()}
     def find(name):
@@ -306,7 +579,17 @@ def counting(self:Applier,
     names,     # of "params", "flops", "bytes", "latency"
     really:bool=False, # carry it out and count, where it could be computed
 ):
-    "Once channels are gone: what the model costs, and a function that says what is saved inside layers"
+    """Once channels are gone: what the model costs, and a function that says what is saved inside layers
+
+    Parameters
+    ----------
+    plan : Plan
+        what changes shapes in it counts
+    names
+        of "params", "flops", "bytes", "latency"
+    really : bool, default False
+        carry it out and count, where it could be computed
+    """
     parts = self.reshaped(plan)
     widths = self.widths(names) if parts and not really else None
     if widths:
@@ -324,7 +607,18 @@ def counting(self:Applier,
 
 @patch
 def counted(self:Applier, of:dict, find:Callable, known:dict)->tuple:
-    "What the model costs, and what is saved inside layers, from what `cost_rules` gave"
+    """What the model costs, and what is saved inside layers, from what `cost_rules` gave
+
+    Parameters
+    ----------
+    of : dict
+    find : Callable
+    known : dict
+
+    Returns
+    -------
+    tuple
+    """
     whole = {n: total for n, (total, _) in of.items()}
     return whole, self.saving(find, {n: rule for n, (_, rule) in of.items()}, known)
 
@@ -334,7 +628,22 @@ def costs(self:Applier,
     names=("params",),  # of "params", "flops", "bytes", "latency"
     really:bool=False,  # carry it out and count, where it could be computed
 )->dict:                # name -> of the whole model
-    "What the model costs under the plan"
+    """What the model costs under the plan
+
+    Parameters
+    ----------
+    plan : Plan
+        what to do
+    names : default ("params",)
+        of "params", "flops", "bytes", "latency"
+    really : bool, default False
+        carry it out and count, where it could be computed
+
+    Returns
+    -------
+    dict
+        name -> of the whole model
+    """
     report("costs of plans")
     with self.counting(plan, names, really) as (whole, saved): less = saved(plan.levels())
     return {n: whole[n] - less[n] for n in names}
@@ -345,7 +654,20 @@ def holds(self:Applier,
     plan:Plan,   # what to do
     names:tuple, # of costs
 )->bool:         # False: costs are counted from now on
-    "Whether what was computed for a plan is what is counted when its channels are really gone"
+    """Whether what was computed for a plan is what is counted when its channels are really gone
+
+    Parameters
+    ----------
+    plan : Plan
+        what to do
+    names : tuple
+        of costs
+
+    Returns
+    -------
+    bool
+        False: costs are counted from now on
+    """
     parts = self.reshaped(plan)
     if not parts or not self.widths(names): return True
     computed, counted = self.costs(plan, names), self.costs(plan, names, really=True)

@@ -25,7 +25,22 @@ from ..methods.sparsify import check_sparsity, unit_scores
 def check_bounds(
     target_pct, min_pct, max_pct, # percent, as the user gave them
 )->tuple:                         # the same as floats
-    "The three numbers. Raises ValueError if they are not percent in order"
+    """The three numbers. Raises ValueError if they are not percent in order
+
+    Parameters
+    ----------
+    target_pct
+        percent, as the user gave them
+    min_pct
+        percent, as the user gave them
+    max_pct
+        percent, as the user gave them
+
+    Returns
+    -------
+    tuple
+        the same as floats
+    """
     target, low, high = (check_pct(v, n) for v, n in ((target_pct, "target_pct"), (min_pct, "min_pct"), (max_pct, "max_pct")))
     if low > high: raise ValueError(f"min_pct {low:g} is above max_pct {high:g}")
     return target, low, high
@@ -37,7 +52,23 @@ def check_reach(
     bounds:tuple,  # what the user allowed
     why:str,       # what else limits the range
 ):
-    "Raises ValueError with the reachable range if no choice within the bounds has the mean `target`"
+    """Raises ValueError with the reachable range if no choice within the bounds has the mean `target`
+
+    Parameters
+    ----------
+    target : float
+        percent
+    low
+        lowest and highest percent of each knob, arrays
+    high
+        lowest and highest percent of each knob, arrays
+    weights
+        weights behind each knob, array
+    bounds : tuple
+        what the user allowed
+    why : str
+        what else limits the range
+    """
     least, most = (float(np.average(b, weights=weights)) for b in (low, high))
     if not bounds[0] - 1e-9 <= target <= bounds[1] + 1e-9: why = f"outside [{bounds[0]:.12g}, {bounds[1]:.12g}], which is min_pct and max_pct"
     if not least - 1e-9 <= target <= most + 1e-9: raise ValueError(f"target_pct {target:.12g} is out of reach: {why}; between {least:.12g} and {most:.12g} is possible")
@@ -45,7 +76,21 @@ def check_reach(
 # %% ../../nbs/plans/00_baselines.ipynb #fcb4e742
 @dataclass(frozen=True, eq=False)
 class Budget:
-    "How far each layer may go, and what the whole has to come to"
+    """How far each layer may go, and what the whole has to come to
+
+    Parameters
+    ----------
+    units : list
+        of `Unit`, in model order
+    weights : np.ndarray
+        number of weights of each
+    low : np.ndarray
+        least percent of each
+    high : np.ndarray
+        most percent of each
+    target : float
+        mean over all weights, percent
+    """
     units:list         # of `Unit`, in model order
     weights:np.ndarray # number of weights of each
     low:np.ndarray     # least percent of each
@@ -54,7 +99,17 @@ class Budget:
     def targets(self,
         pct, # percent of each unit
     )->LayerTargets:
-        "A plan from numbers that are within the bounds up to rounding"
+        """A plan from numbers that are within the bounds up to rounding
+
+        Parameters
+        ----------
+        pct
+            percent of each unit
+
+        Returns
+        -------
+        LayerTargets
+        """
         return LayerTargets({u.name: p for u, p in zip(self.units, np.clip(pct, self.low, self.high).tolist(), strict=True)}, method="sparsity")
 
 # %% ../../nbs/plans/00_baselines.ipynb #fca46385
@@ -67,7 +122,29 @@ def budget(
     min_pct=0,        # least for any other layer, percent
     max_pct=100,      # most for any other layer, percent
 )->Budget:
-    "What a plan has to keep to. Raises ValueError for a mean out of reach, KeyError for an unknown name, TypeError for a wrong kind"
+    """What a plan has to keep to. Raises ValueError for a mean out of reach, KeyError for an unknown name, TypeError for a wrong kind
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; tied weights count once
+    target_pct
+        mean over the weights of the layers, percent
+    layers : default None
+        names of the layers to plan for; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : Mapping|None, default None
+        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    min_pct : default 0
+        least for any other layer, percent
+    max_pct : default 100
+        most for any other layer, percent
+
+    Returns
+    -------
+    Budget
+    """
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     units = [u for u in find_units(model, layers, layer_types)[0] if u.weight.numel()]
     if not units: raise ValueError("every layer is empty: there is no weight to plan for")
@@ -92,7 +169,26 @@ def scale_to_mean(
     target:float,       # wanted weighted mean, within reach
     low, high,          # bounds, 0 or more, arrays
 )->np.ndarray:          # values within the bounds with exactly that mean
-    "`clip(factor*raw, low, high)` for the one factor with the right mean"
+    """`clip(factor*raw, low, high)` for the one factor with the right mean
+
+    Parameters
+    ----------
+    raw : np.ndarray
+        wished values above 0, one a layer
+    weights : np.ndarray
+        weights behind each
+    target : float
+        wanted weighted mean, within reach
+    low
+        bounds, 0 or more, arrays
+    high
+        bounds, 0 or more, arrays
+
+    Returns
+    -------
+    np.ndarray
+        values within the bounds with exactly that mean
+    """
     corners = np.unique(np.concatenate([low/raw, high/raw]))
     means = np.array([np.average(np.clip(c*raw, low, high), weights=weights) for c in corners])
     return np.clip(np.interp(target, means, corners)*raw, low, high)
@@ -103,7 +199,30 @@ def uniform(
     target_pct,      # mean over the weights of the layers, percent
     **kwargs,
 )->LayerTargets:     # layer name -> percent
-    "The same percentage for every layer. Raises as `budget` does"
+    """The same percentage for every layer. Raises as `budget` does
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    target_pct
+        mean over the weights of the layers, percent
+    layers : default None
+        names of the layers to plan for; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : Mapping|None, default None
+        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    min_pct : default 0
+        least for any other layer, percent
+    max_pct : default 100
+        most for any other layer, percent
+
+    Returns
+    -------
+    LayerTargets
+        layer name -> percent
+    """
     b = budget(model, target_pct, **kwargs)
     return b.targets(scale_to_mean(np.ones(len(b.units)), b.weights, b.target, b.low, b.high))
 
@@ -114,7 +233,30 @@ def erk(
     target_pct,      # mean over the weights of the layers, percent
     **kwargs,
 )->LayerTargets:     # layer name -> percent
-    "What is kept in proportion to the sum of the weight's sides over their product (Evci et al., 2020, arXiv:1911.11134). Raises as `budget` does"
+    """What is kept in proportion to the sum of the weight's sides over their product (Evci et al., 2020, arXiv:1911.11134). Raises as `budget` does
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; of a grouped convolution the inputs of one group count
+    target_pct
+        mean over the weights of the layers, percent
+    layers : default None
+        names of the layers to plan for; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : Mapping|None, default None
+        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    min_pct : default 0
+        least for any other layer, percent
+    max_pct : default 100
+        most for any other layer, percent
+
+    Returns
+    -------
+    LayerTargets
+        layer name -> percent
+    """
     b = budget(model, target_pct, **kwargs)
     density = np.array([sum(u.filters.shape)/u.weight.numel() for u in b.units])
     return b.targets(100 - scale_to_mean(density, b.weights, 100 - b.target, 100 - b.high, 100 - b.low))
@@ -125,7 +267,24 @@ def below_threshold(
     low, high,   # least and most that may go of each layer, in weights, arrays
     total:float, # how many weights go in all, within reach, not always whole
 )->np.ndarray:   # how many go of each layer, sum `total`
-    "How many weights of each layer are among the `total` lowest; of equal scores those of the first layers go first"
+    """How many weights of each layer are among the `total` lowest; of equal scores those of the first layers go first
+
+    Parameters
+    ----------
+    scores : list
+        scores of the weights of each layer, rising, arrays
+    low
+        least and most that may go of each layer, in weights, arrays
+    high
+        least and most that may go of each layer, in weights, arrays
+    total : float
+        how many weights go in all, within reach, not always whole
+
+    Returns
+    -------
+    np.ndarray
+        how many go of each layer, sum `total`
+    """
     def gone(t, side): return np.clip([float(np.searchsorted(s, t, side)) for s in scores], low, high)
     ranked = np.sort(np.concatenate(scores))
     t = ranked[bisect_left(ranked, total, hi=len(ranked)-1, key=lambda t: gone(t, "right").sum())]
@@ -138,7 +297,20 @@ def rising_scores(
     unit:Unit, # whose weights to rank
     criteria,  # a `Criterion`, bound to the model
 )->np.ndarray: # flat, one score a weight: -inf for zeros first, scores that are NaN last
-    "Scores of the weights from least to most important. Raises ValueError if a weight is not finite"
+    """Scores of the weights from least to most important. Raises ValueError if a weight is not finite
+
+    Parameters
+    ----------
+    unit : Unit
+        whose weights to rank
+    criteria
+        a `Criterion`, bound to the model
+
+    Returns
+    -------
+    np.ndarray
+        flat, one score a weight: -inf for zeros first, scores that are NaN last
+    """
     bad = int((~unit.filters.float().isfinite()).sum())
     if bad: raise ValueError(f"{unit.name}: {bad:,} of {unit.weight.numel():,} weights are not finite numbers, so they cannot be ranked")
     return np.sort(unit_scores(unit, "weight", criteria).flatten().cpu().numpy())
@@ -147,7 +319,20 @@ def one_threshold(
     b:Budget,       # what the plan has to keep to
     score:Callable, # `Unit` -> scores of its weights, rising, array
 )->LayerTargets:    # layer name -> percent
-    "The plan of one threshold over the scores of all layers"
+    """The plan of one threshold over the scores of all layers
+
+    Parameters
+    ----------
+    b : Budget
+        what the plan has to keep to
+    score : Callable
+        `Unit` -> scores of its weights, rising, array
+
+    Returns
+    -------
+    LayerTargets
+        layer name -> percent
+    """
     low, high, total = b.weights*b.low/100, b.weights*b.high/100, b.weights.sum()*b.target/100
     return b.targets(100*below_threshold([score(u) for u in b.units], low, high, total)/b.weights)
 
@@ -161,7 +346,36 @@ def global_magnitude(
     sample=None,           # one example input, to tell inputs from targets
     **kwargs,
 )->LayerTargets:           # layer name -> percent
-    "The share of each layer below one threshold over all weights (Blalock et al., 2020, arXiv:2003.03033). Raises as `budget` and `bind` do, and ValueError for weights that are not finite"
+    """The share of each layer below one threshold over all weights (Blalock et al., 2020, arXiv:2003.03033). Raises as `budget` and `bind` do, and ValueError for weights that are not finite
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    target_pct
+        mean over the weights of the layers, percent
+    criteria : default large_final
+        a `Criterion`, or a function from weight to scores; by default magnitude
+    calibration_data : default None
+        for criteria that use data
+    sample : default None
+        one example input, to tell inputs from targets
+    layers : default None
+        names of the layers to plan for; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : Mapping|None, default None
+        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    min_pct : default 0
+        least for any other layer, percent
+    max_pct : default 100
+        most for any other layer, percent
+
+    Returns
+    -------
+    LayerTargets
+        layer name -> percent
+    """
     b = budget(model, target_pct, **kwargs)
     bound = bind(criteria, model, b.units, calibration_data, sample)
     return one_threshold(b, lambda u: rising_scores(u, bound))
@@ -170,7 +384,18 @@ def global_magnitude(
 def lamp_scores(
     unit:Unit, # whose weights to score
 )->np.ndarray: # flat, rising, 0..1
-    "Square of each weight over the sum of squares of the weights from it on, from small to large. Raises ValueError if a weight is not finite"
+    """Square of each weight over the sum of squares of the weights from it on, from small to large. Raises ValueError if a weight is not finite
+
+    Parameters
+    ----------
+    unit : Unit
+        whose weights to score
+
+    Returns
+    -------
+    np.ndarray
+        flat, rising, 0..1
+    """
     squares = np.maximum(rising_scores(unit, large_final), 0).astype(float)**2
     return squares/np.maximum(squares[::-1].cumsum()[::-1], np.finfo(float).tiny)
 
@@ -180,7 +405,30 @@ def lamp(
     target_pct,      # mean over the weights of the layers, percent
     **kwargs,
 )->LayerTargets:     # layer name -> percent
-    "The share of each layer below one threshold over all LAMP scores (Lee et al., 2021, arXiv:2010.07611). Raises as `budget` does, and ValueError for weights that are not finite"
+    """The share of each layer below one threshold over all LAMP scores (Lee et al., 2021, arXiv:2010.07611). Raises as `budget` does, and ValueError for weights that are not finite
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    target_pct
+        mean over the weights of the layers, percent
+    layers : default None
+        names of the layers to plan for; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : Mapping|None, default None
+        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    min_pct : default 0
+        least for any other layer, percent
+    max_pct : default 100
+        most for any other layer, percent
+
+    Returns
+    -------
+    LayerTargets
+        layer name -> percent
+    """
     return one_threshold(budget(model, target_pct, **kwargs), lamp_scores)
 
 # %% ../../nbs/plans/00_baselines.ipynb #3a45c7c6

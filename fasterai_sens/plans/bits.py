@@ -28,7 +28,26 @@ def bit_options(
     locked:dict,       # layer name -> bits, which must have been measured
     by=None,           # "metric" or "objective"; None: the objective if it was recorded
 )->dict:               # layer name -> {bits: damage}, most bits first
-    "What can be chosen for each layer. Raises ValueError if that is nothing, naming the layer"
+    """What can be chosen for each layer. Raises ValueError if that is nothing, naming the layer
+
+    Parameters
+    ----------
+    sweep : SweepResult
+        over bits
+    low : int
+        fewest and most bits for any layer
+    high : int
+        fewest and most bits for any layer
+    locked : dict
+        layer name -> bits, which must have been measured
+    by : default None
+        "metric" or "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    dict
+        layer name -> {bits: damage}, most bits first
+    """
     out, by = {}, plan_basis([row for r in sweep for row in r.layers], by)
     for name in sweep.names:
         if not (rows := sweep.rows(name)): continue
@@ -46,7 +65,19 @@ def check_bit_target(
     target_bits, target_bytes, # as the user gave them, one of them None
     min_bits, max_bits,        # as the user gave them
 ):
-    "Raises ValueError unless exactly one target is given, it is a number of its kind, and the bounds are bits in order"
+    """Raises ValueError unless exactly one target is given, it is a number of its kind, and the bounds are bits in order
+
+    Parameters
+    ----------
+    target_bits
+        as the user gave them, one of them None
+    target_bytes
+        as the user gave them, one of them None
+    min_bits
+        as the user gave them
+    max_bits
+        as the user gave them
+    """
     if (target_bits is None) == (target_bytes is None): raise ValueError(f"give either target_bits, the mean over the quantized weights, or target_bytes, of the whole model; got {'neither' if target_bits is None else 'both'}")
     if target_bits is not None and (isinstance(target_bits, bool) or not isinstance(target_bits, Real) or not 2 <= target_bits <= 16): raise ValueError(f"target_bits is a mean of bits, a number from 2 to 16; got {target_bits!r}")
     if target_bytes is not None and (isinstance(target_bytes, bool) or not isinstance(target_bytes, Real) or not 0 < target_bytes < math.inf): raise ValueError(f"target_bytes is the size of the whole model, a number above 0; got {target_bytes!r}")
@@ -55,7 +86,18 @@ def check_bit_target(
 def check_bit_sweep(
     sweep:SweepResult, # to make a plan from
 )->dict:               # the settings that all levels share
-    "Raises ValueError unless `sweep` is over bits, all measured in the same way"
+    """Raises ValueError unless `sweep` is over bits, all measured in the same way
+
+    Parameters
+    ----------
+    sweep : SweepResult
+        to make a plan from
+
+    Returns
+    -------
+    dict
+        the settings that all levels share
+    """
     kind, shared = sweep[0].compression_type, [{k: v for k, v in r.settings.items() if k != "bits"} for r in sweep]
     if not in_bits(kind): raise ValueError(f"a sweep over {kind} is in percent and has no bit plan; to_layer_targets turns it into targets")
     if any(s != shared[0] for s in shared): raise ValueError("the levels of this sweep were measured with different settings; sweep them together")
@@ -72,7 +114,30 @@ def to_bit_plan(self:SweepResult,
     locked=None,        # layer name -> bits, decided already; must have been measured
     by=None,            # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
 )->BitPlan:             # with `size_bytes`, `predicted_metric` and the settings that were measured
-    "Measured bits for each layer, with the least sum of damages within the budget. Raises ValueError if that is out of reach, KeyError for an unknown name"
+    """Measured bits for each layer, with the least sum of damages within the budget. Raises ValueError if that is out of reach, KeyError for an unknown name
+
+    Parameters
+    ----------
+    model
+        model that was measured, for the sizes of its layers
+    target_bits : default None
+        most bits in the mean over the quantized weights
+    target_bytes : default None
+        or: most bytes of the whole model, packed, with scales and everything that is not quantized
+    min_bits : default 2
+        fewest for any layer
+    max_bits : default 16
+        most for any layer
+    locked : default None
+        layer name -> bits, decided already; must have been measured
+    by : default None
+        what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    BitPlan
+        with `size_bytes`, `predicted_metric` and the settings that were measured
+    """
     check_bit_target(target_bits, target_bytes, min_bits, max_bits)
     settings = check_bit_sweep(self)
     how = {k: settings[k] for k in ("per_channel", "group_size", "symmetric") if k in settings}
@@ -117,5 +182,11 @@ def _bit_range(options:dict, units:dict, target_bits, target_bytes, model, how:d
 
 @patch
 def to_bit_plan(self:SensitivityResult, *args, **kwargs):
-    "Always raises ValueError: one level leaves nothing to choose"
+    """Always raises ValueError: one level leaves nothing to choose
+
+    Parameters
+    ----------
+    *args
+    **kwargs
+    """
     raise ValueError("one level leaves nothing to choose; sweep(\"quantization\") measures several, and its to_bit_plan chooses among them")

@@ -28,7 +28,21 @@ from .applier import Compressor, cost_rules
 # %% ../../nbs/plans/05_choices.ipynb #163541e9
 @dataclass(frozen=True)
 class Choice:
-    "One thing to decide"
+    """One thing to decide
+
+    Parameters
+    ----------
+    name : str
+        of the layer, or of the first layer of a group
+    members : tuple
+        names of all layers that it decides for
+    levels : list
+        of {method: level}, mildest first; empty: left alone
+    damage : list
+        of each, to what the plan goes by
+    metric : list
+        of each, to the metric; 0 where it got better
+    """
     name:str      # of the layer, or of the first layer of a group
     members:tuple # names of all layers that it decides for
     levels:list   # of {method: level}, mildest first; empty: left alone
@@ -43,7 +57,21 @@ def measured_curves(
     sweep:SweepResult, # of one method
     by:str,            # "metric" or "objective"
 )->dict:               # names that go together -> {level: (damage, from no damage and never falling; damage to the metric, as measured)}
-    "Damage of each layer, or group, as far as it was finite"
+    """Damage of each layer, or group, as far as it was finite
+
+    Parameters
+    ----------
+    sweep : SweepResult
+        of one method
+    by : str
+        "metric" or "objective"
+
+    Returns
+    -------
+    dict
+        names that go together -> {level: (damage, from no damage and never falling; damage to the
+        metric, as measured)}
+    """
     out, ended = {}, set()
     for r in sweep.by_strength:
         for names, row in {tuple(row.group_members) or (row.name,): row for row in r.layers if row.prunable}.items():
@@ -58,7 +86,24 @@ def check_limits(
     methods:Iterable, # that are there
     names:Iterable,  # of layers; or a mapping from all names, also of tied layers, to those
 )->dict:             # layer name -> {method: (low, high)}
-    "Bounds by layer and method. Raises KeyError for an unknown layer or method, TypeError or ValueError for bounds that are none"
+    """Bounds by layer and method. Raises KeyError for an unknown layer or method, TypeError or ValueError for bounds that are none
+
+    Parameters
+    ----------
+    bounds
+        as the user gave them
+    locked
+        as the user gave them
+    methods : Iterable
+        that are there
+    names : Iterable
+        of layers; or a mapping from all names, also of tied layers, to those
+
+    Returns
+    -------
+    dict
+        layer name -> {method: (low, high)}
+    """
     known, out = names if isinstance(names, Mapping) else {n: n for n in names}, {}
     locked = [locked] if isinstance(locked, str) else () if locked is None else locked
     if isinstance(locked, Mapping): raise TypeError(f"locked holds names of layers that are left alone; for levels say bounds={locked!r}")
@@ -91,7 +136,21 @@ def allowed(
     level:float|None, # percent or bits; None: left alone
     limits:dict,  # method -> (low, high), or None for locked
 )->bool:
-    "Whether a layer with these limits may have this level"
+    """Whether a layer with these limits may have this level
+
+    Parameters
+    ----------
+    method : str
+        of the options
+    level : float|None
+        percent or bits; None: left alone
+    limits : dict
+        method -> (low, high), or None for locked
+
+    Returns
+    -------
+    bool
+    """
     if method not in limits: return True
     if limits[method] is None: return level is None
     low, high = limits[method]
@@ -101,7 +160,18 @@ def allowed(
 def decided_together(
     names, # of methods
 )->list:   # of lists of names
-    "The methods that decide about the same layers: each that changes shapes by itself, for its groups, and all others together"
+    """The methods that decide about the same layers: each that changes shapes by itself, for its groups, and all others together
+
+    Parameters
+    ----------
+    names
+        of methods
+
+    Returns
+    -------
+    list
+        of lists of names
+    """
     inside = [m for m in in_turn(names) if not methods[m].reshapes]
     return [*([m] for m in in_turn(names) if methods[m].reshapes), *([inside] if inside else [])]
 
@@ -109,7 +179,19 @@ def may_meet(
     names,     # of methods that would act on one layer
     pairs:set, # frozensets of two methods that may
 )->bool:
-    "Whether all of them may act on one layer"
+    """Whether all of them may act on one layer
+
+    Parameters
+    ----------
+    names
+        of methods that would act on one layer
+    pairs : set
+        frozensets of two methods that may
+
+    Returns
+    -------
+    bool
+    """
     return all(frozenset(two) in pairs for two in combinations(names, 2))
 
 def choices(
@@ -118,7 +200,24 @@ def choices(
     pairs:set,    # frozensets of two methods that may meet in a layer
     by:str,       # "metric" or "objective"
 )->list:          # of `Choice`, groups to prune first
-    "Everything there is to decide. Raises ValueError if the limits leave nothing for a layer"
+    """Everything there is to decide. Raises ValueError if the limits leave nothing for a layer
+
+    Parameters
+    ----------
+    sweeps : dict
+        method -> `SweepResult`
+    limits : dict
+        from `check_limits`
+    pairs : set
+        frozensets of two methods that may meet in a layer
+    by : str
+        "metric" or "objective"
+
+    Returns
+    -------
+    list
+        of `Choice`, groups to prune first
+    """
     curves = {m: measured_curves(s, by) for m, s in sweeps.items()}
     out = []
     for mine in decided_together(curves):
@@ -135,33 +234,77 @@ def choices(
 # %% ../../nbs/plans/05_choices.ipynb #ab72c1ce
 @dataclass
 class CostTable:
-    "What the model costs, and what each option saves of it"
+    """What the model costs, and what each option saves of it
+
+    Parameters
+    ----------
+    whole : dict
+        cost -> of the untouched model
+    saved : dict
+        "layer: method level" -> {cost: how much less}
+    """
     whole:dict  # cost -> of the untouched model
     saved:dict  # "layer: method level" -> {cost: how much less}
     def to_json(self,
         path, # file to write
     ):
-        "Write everything to a JSON file"
+        """Write everything to a JSON file
+
+        Parameters
+        ----------
+        path
+            file to write
+        """
         write_json(path, "CostTable", vars(self))
     @classmethod
     def from_json(cls,
         path, # file that `to_json` wrote
     ):
-        "Read a table back, equal to the one that was saved"
+        """Read a table back, equal to the one that was saved
+
+        Parameters
+        ----------
+        path
+            file that `to_json` wrote
+        """
         return read_json(path, "CostTable", lambda d: cls(**revive(d)))
 
 def option_name(
     choice:Choice, # a layer, or a group
     levels:dict,   # method -> level
 )->str:
-    "Key of a `CostTable`"
+    """Key of a `CostTable`
+
+    Parameters
+    ----------
+    choice : Choice
+        a layer, or a group
+    levels : dict
+        method -> level
+
+    Returns
+    -------
+    str
+    """
     return f"{choice.name}: {' + '.join(f'{m} {v:.12g}' for m, v in levels.items())}"
 
 def planned(
     options:list, # pairs of `Choice` and {method: level}
     **about,      # further fields of the plan
 )->Plan:
-    "The plan of these options; where a method is used at all, layers it leaves alone are in it with 0 percent, or not rounded"
+    """The plan of these options; where a method is used at all, layers it leaves alone are in it with 0 percent, or not rounded
+
+    Parameters
+    ----------
+    options : list
+        pairs of `Choice` and {method: level}
+    **about
+        further fields of the plan
+
+    Returns
+    -------
+    Plan
+    """
     targets, settings = {}, about.get("settings", {})
     for choice, levels in options:
         nones = {m: scale_of(m).none for m in choice.methods}
@@ -172,7 +315,19 @@ def planned(
 
 # %% ../../nbs/plans/05_choices.ipynb #555c52d3
 class ChannelCosts:
-    "What plans for channels cost"
+    """What plans for channels cost
+
+    Parameters
+    ----------
+    compressor : Compressor
+        of the model
+    choices : list
+        of `Choice`; those that are no groups stay at their mildest
+    widths : Widths
+        of the model
+    names : tuple
+        of costs
+    """
     def __init__(self,
         compressor:Compressor, # of the model
         choices:list, # of `Choice`; those that are no groups stay at their mildest
@@ -189,14 +344,38 @@ class ChannelCosts:
     def costs(self,
         picked:np.ndarray, # index of an option for each choice, `[n, choices]`
     )->dict:               # cost -> `[n]`, of the whole model
-        "What each of these plans costs"
+        """What each of these plans costs
+
+        Parameters
+        ----------
+        picked : np.ndarray
+            index of an option for each choice, `[n, choices]`
+
+        Returns
+        -------
+        dict
+            cost -> `[n]`, of the whole model
+        """
         found = self.widths.costs(sum(of[picked[:, k]] for k, of in enumerate(self.counts)), self.names)
         return {n: np.round(v) for n, v in found.items()}
     def of_options(self,
         picked:list, # an option of each choice, for the others
         k:int,       # a choice
     )->list:         # for each of its options: cost -> of the whole model
-        "What the model costs with each option of one choice"
+        """What the model costs with each option of one choice
+
+        Parameters
+        ----------
+        picked : list
+            an option of each choice, for the others
+        k : int
+            a choice
+
+        Returns
+        -------
+        list
+            for each of its options: cost -> of the whole model
+        """
         plans = np.tile(np.array(picked), (len(self.counts[k]), 1))
         plans[:, k] = range(len(plans))
         found = self.costs(plans)
@@ -207,7 +386,22 @@ def channel_costs(
     choices:list, # of `Choice`
     names:tuple,  # of costs
 )->ChannelCosts|None: # None: they must be counted
-    "What computes the costs of plans for channels"
+    """What computes the costs of plans for channels
+
+    Parameters
+    ----------
+    compressor : Compressor
+        of the model
+    choices : list
+        of `Choice`
+    names : tuple
+        of costs
+
+    Returns
+    -------
+    ChannelCosts|None
+        None: they must be counted
+    """
     widths = compressor.widths(names)
     return widths and ChannelCosts(compressor, choices, widths, names)
 
@@ -218,7 +412,24 @@ def option_costs(
     picked:list,           # an option of each, for the others
     names:tuple,           # of costs
 )->list:                   # for each choice, for each option: cost -> of the whole model
-    "What the model costs with each option of each choice, while the others are as picked"
+    """What the model costs with each option of each choice, while the others are as picked
+
+    Parameters
+    ----------
+    compressor : Compressor
+        of the model
+    choices : list
+        of `Choice`
+    picked : list
+        an option of each, for the others
+    names : tuple
+        of costs
+
+    Returns
+    -------
+    list
+        for each choice, for each option: cost -> of the whole model
+    """
     now, out = [(c, c.levels[i]) for c, i in zip(choices, picked, strict=True)], []
     plan = planned(now)
     with compressor.counting(plan, names) as (whole, saved):
@@ -239,7 +450,21 @@ def count_options(
     choices:list,          # of `Choice`, that all can be left alone
     names:tuple,           # of costs
 )->CostTable:
-    "What each option saves, alone"
+    """What each option saves, alone
+
+    Parameters
+    ----------
+    compressor : Compressor
+        of the model
+    choices : list
+        of `Choice`, that all can be left alone
+    names : tuple
+        of costs
+
+    Returns
+    -------
+    CostTable
+    """
     whole = compressor.costs(Plan(), names)
     costs = option_costs(compressor, choices, [0]*len(choices), names)
     saved = lambda c, of: [{n: (whole if c.is_group else of[0])[n] - v for n, v in at.items()} for at in of]   # two timings differ; what does not change the channels is not timed
@@ -249,7 +474,20 @@ def count_options(
 def check_budgets(
     budget, cost, # as the user gave them
 )->dict:          # cost -> number, or "30%" of the untouched model
-    "Budgets by cost. Raises KeyError for an unknown cost, ValueError for a budget that is none"
+    """Budgets by cost. Raises KeyError for an unknown cost, ValueError for a budget that is none
+
+    Parameters
+    ----------
+    budget
+        as the user gave them
+    cost
+        as the user gave them
+
+    Returns
+    -------
+    dict
+        cost -> number, or "30%" of the untouched model
+    """
     if isinstance(budget, Mapping) and cost is not None: raise ValueError(f"budget says already what each number is of; leave cost={cost!r} out")
     given, out = budget if isinstance(budget, Mapping) else {cost or "params": budget}, {}
     if not given: raise ValueError("budget is empty")
@@ -267,5 +505,18 @@ def absolute(
     budgets:dict, # from `check_budgets`
     whole:dict,   # cost -> of the untouched model
 )->dict:          # cost -> number
-    "Budgets in units of their costs"
+    """Budgets in units of their costs
+
+    Parameters
+    ----------
+    budgets : dict
+        from `check_budgets`
+    whole : dict
+        cost -> of the untouched model
+
+    Returns
+    -------
+    dict
+        cost -> number
+    """
     return {c: whole[c]*float(b.rstrip()[:-1])/100 if isinstance(b, str) else float(b) for c, b in budgets.items()}

@@ -40,7 +40,37 @@ from .sizes import Steps, check_size, cost_name, find_steps, planner
 # %% ../../nbs/plans/11_degradation.ipynb #7cabf8fd
 @dataclass(slots=True)
 class SizePoint:
-    "What a model of one size is worth"
+    """What a model of one size is worth
+
+    Parameters
+    ----------
+    target_size : float
+        that was asked for, in units of the cost
+    size : int
+        that it has
+    size_pct : float
+        in percent of the model as it is
+    metric : float
+        of the compressed model
+    drop : float
+        positive when the metric got worse
+    stderr : float|None, default None
+        standard error of the drop
+    ci : tuple|None, default None
+        its 95 % interval
+    ratio : float, default 1.
+        how many times smaller than the model as it is
+    efficiency : float|None, default None
+        drop for each fraction of the size removed, in units of the metric; None if nothing was
+    latency_ms : float|None, default None
+        of one forward on the sample; None if not timed
+    objective : float|None, default None
+        second quantity that `eval_fn` returned, if it did
+    plan : LayerTargets, default LayerTargets()
+        what was done to each layer
+    no_ci : str|None, default None
+        why there is no interval; None if there is one
+    """
     target_size:float      # that was asked for, in units of the cost
     size:int               # that it has
     size_pct:float         # in percent of the model as it is
@@ -60,7 +90,27 @@ class SizePoint:
 
 @dataclass(repr=False)
 class DegradationResult:
-    "A metric over the size of a model, largest size first"
+    """A metric over the size of a model, largest size first
+
+    Parameters
+    ----------
+    compression : str
+        "sparsity", "pruning" or "quantization"
+    cost : str
+        what size is counted in: "bytes", "params" or "flops"
+    dense_size : int
+        of the model as it is
+    baseline_metric : float
+        of the model as it is
+    points : list
+        of `SizePoint`
+    metric_name : str, default "accuracy"
+        for display
+    higher_is_better : bool, default True
+        direction of the metric
+    settings : dict, default dict()
+        what else was chosen: plan, recalibrated
+    """
     compression:str            # "sparsity", "pruning" or "quantization"
     cost:str                   # what size is counted in: "bytes", "params" or "flops"
     dense_size:int             # of the model as it is
@@ -87,7 +137,29 @@ def size_point(
     higher_is_better:bool, # direction of the metric
     **more,           # latency_ms, plan
 )->SizePoint:
-    "All figures of one size. Raises ValueError if the samples are not the same each time"
+    """All figures of one size. Raises ValueError if the samples are not the same each time
+
+    Parameters
+    ----------
+    target : float
+        size that was asked for
+    size : int
+        size it has
+    dense : int
+        size of the model as it is
+    base : Score
+        untouched model
+    score : Score
+        compressed model
+    higher_is_better : bool
+        direction of the metric
+    **more
+        latency_ms, plan
+
+    Returns
+    -------
+    SizePoint
+    """
     drop, stderr, ci = compare(base, score, higher_is_better)
     more["no_ci"] = None if ci else why_no_ci(base, score)
     return SizePoint(target, size, 100*size/dense, score.value, drop, stderr, ci, dense/size if size else math.inf, None if size >= dense else drop/(1 - size/dense), objective=score.objective, **more)
@@ -107,7 +179,13 @@ def to_dataframe(self:DegradationResult):
 def to_json(self:DegradationResult,
     path, # file to write
 ):
-    "Write everything to a JSON file"
+    """Write everything to a JSON file
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     write_json(path, "DegradationResult", {f.name: [p.as_dict() for p in self.points] if f.name == "points" else getattr(self, f.name) for f in fields(self)})
 
 def _degradation(d:dict)->DegradationResult:
@@ -120,7 +198,17 @@ def _degradation(d:dict)->DegradationResult:
 def from_json(cls:DegradationResult,
     path, # file that `to_json` wrote
 )->DegradationResult:
-    "Read a result back, equal to the one that was saved. Raises ValueError if the file holds something else"
+    """Read a result back, equal to the one that was saved. Raises ValueError if the file holds something else
+
+    Parameters
+    ----------
+    path
+        file that `to_json` wrote
+
+    Returns
+    -------
+    DegradationResult
+    """
     return read_json(path, "DegradationResult", _degradation)
 
 # %% ../../nbs/plans/11_degradation.ipynb #e9d8fda5
@@ -160,7 +248,23 @@ def check_drop(
     higher_is_better:bool=True, # direction of the metric
     metric_name:str="metric", # for the message; an error rate is at most 1, too
 )->float:
-    "The drop. Raises ValueError for anything that is not a number, 0 or more, and for points where a metric is at most 1"
+    """The drop. Raises ValueError for anything that is not a number, 0 or more, and for points where a metric is at most 1
+
+    Parameters
+    ----------
+    max_drop
+        what the user gave
+    baseline : default None
+        metric of the untouched model, if it is known
+    higher_is_better : bool, default True
+        direction of the metric
+    metric_name : str, default "metric"
+        for the message; an error rate is at most 1, too
+
+    Returns
+    -------
+    float
+    """
     if isinstance(max_drop, bool) or not isinstance(max_drop, Real) or not 0 <= max_drop < math.inf: raise ValueError(f"an allowed drop is a number, 0 or more, in units of the metric; got {max_drop!r}")
     up_to_1 = higher_is_better or re.search(r"err(or)?s?[ _-]?rate|^err(or)?$", metric_name.lower())
     if up_to_1 and baseline is not None and 0 <= baseline <= 1 <= max_drop: raise ValueError(f"an allowed drop is in units of the metric, and the {metric_name} of the untouched model is {baseline:.4g}: two points are 0.02; got {max_drop:g}")
@@ -182,11 +286,34 @@ def smallest_within(self:DegradationResult,
     max_drop:float,    # most that the metric may get worse, in its own units
     sure:bool=False,   # the whole 95 % interval is within it, where there is one
 )->SizePoint|None:
-    "The smallest measured size within the allowed drop, None if no size is. Raises ValueError for a drop that makes no sense"
+    """The smallest measured size within the allowed drop, None if no size is. Raises ValueError for a drop that makes no sense
+
+    Parameters
+    ----------
+    max_drop : float
+        most that the metric may get worse, in its own units
+    sure : bool, default False
+        the whole 95 % interval is within it, where there is one
+
+    Returns
+    -------
+    SizePoint|None
+    """
     return smallest(self, check_drop(max_drop, self.baseline_metric, self.higher_is_better, self.metric_name), sure)
 
 def smallest(curve:DegradationResult, max_drop:float, sure:bool=False)->SizePoint|None:
-    "`smallest_within`, for a drop that was checked"
+    """`smallest_within`, for a drop that was checked
+
+    Parameters
+    ----------
+    curve : DegradationResult
+    max_drop : float
+    sure : bool, default False
+
+    Returns
+    -------
+    SizePoint|None
+    """
     worst = lambda p: p.ci[1] if sure and p.ci else p.drop
     return min((p for p in curve.points if worst(p) <= max_drop + slack), key=lambda p: p.size, default=None)
 
@@ -196,7 +323,15 @@ def carried(
     steps:Steps,       # of the model
     plan:LayerTargets, # what to do to it
 ):
-    "The plan is carried out inside the block, and the model comes back"
+    """The plan is carried out inside the block, and the model comes back
+
+    Parameters
+    ----------
+    steps : Steps
+        of the model
+    plan : LayerTargets
+        what to do to it
+    """
     with leave_no_trace(steps.model):
         steps.change(plan)
         yield
@@ -208,7 +343,26 @@ def measure_plan(
     around:Callable,   # perturbation around the evaluation
     runs:int,          # forwards to time; 0: none
 )->tuple:              # `Score`, milliseconds or None
-    "A plan, tried; the model comes back"
+    """A plan, tried; the model comes back
+
+    Parameters
+    ----------
+    steps : Steps
+        of the model
+    plan : LayerTargets
+        what to do to it
+    eval_fn : Callable
+        model -> number or per-sample scores, or a pair with the objective
+    around : Callable
+        perturbation around the evaluation
+    runs : int
+        forwards to time; 0: none
+
+    Returns
+    -------
+    tuple
+        `Score`, milliseconds or None
+    """
     with carried(steps, plan):
         score = evaluate(steps.model, eval_fn, around)
         return score, 1000*latency(steps.model, steps.sample, runs, verbose=False) if runs else None
@@ -216,7 +370,17 @@ def measure_plan(
 def plan_name(
     plan, # as for `analyze_degradation`
 )->str:
-    "What a plan is, in a word"
+    """What a plan is, in a word
+
+    Parameters
+    ----------
+    plan
+        as for `analyze_degradation`
+
+    Returns
+    -------
+    str
+    """
     return "uniform" if plan is None else "by curves" if isinstance(plan, SweepResult) else "by sensitivities" if isinstance(plan, SensitivityResult) else "by plan"
 
 def check_sizes(
@@ -224,7 +388,22 @@ def check_sizes(
     dense:int,     # size of the model as it is
     absolute:bool, # numbers are not percent
 )->list:           # sizes in units of the cost, each once, largest first
-    "The sizes as numbers. Raises ValueError for one that makes no sense, or if there is none"
+    """The sizes as numbers. Raises ValueError for one that makes no sense, or if there is none
+
+    Parameters
+    ----------
+    sizes
+        as the user gave them
+    dense : int
+        size of the model as it is
+    absolute : bool
+        numbers are not percent
+
+    Returns
+    -------
+    list
+        sizes in units of the cost, each once, largest first
+    """
     sizes = [sizes] if isinstance(sizes, str) or not isinstance(sizes, Iterable) else list(sizes)
     if not sizes: raise ValueError("sizes is empty: name at least one")
     return sorted({check_size(s, dense, absolute) for s in sizes}, reverse=True)
@@ -234,14 +413,38 @@ def scored(
     model:nn.Module,  # comes back bit for bit, also if `eval_fn` writes to its weights
     eval_fn:Callable, # as for `analyze_degradation`
 )->Score:
-    "The score of a model as it is"
+    """The score of a model as it is
+
+    Parameters
+    ----------
+    model : nn.Module
+        comes back bit for bit, also if `eval_fn` writes to its weights
+    eval_fn : Callable
+        as for `analyze_degradation`
+
+    Returns
+    -------
+    Score
+    """
     with leave_no_trace(model): return evaluate(model, eval_fn)
 
 def baseline_score(
     model:nn.Module,  # untouched model
     eval_fn:Callable, # as for `analyze_degradation`
 )->Score:
-    "The score of the untouched model. Raises ValueError if it is not finite"
+    """The score of the untouched model. Raises ValueError if it is not finite
+
+    Parameters
+    ----------
+    model : nn.Module
+        untouched model
+    eval_fn : Callable
+        as for `analyze_degradation`
+
+    Returns
+    -------
+    Score
+    """
     return check_baseline(scored(model, eval_fn))
 
 # %% ../../nbs/plans/11_degradation.ipynb #a3e0131c
@@ -262,7 +465,58 @@ def analyze_degradation(
     runs:int=10,          # forwards to time at each size; 0: none
     verbose:bool=True,    # show a progress bar
 )->DegradationResult:
-    "The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer, TypeError for an option that the method does not take"
+    """The metric at each size. Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer, TypeError for an option that the method does not take
+
+    Parameters
+    ----------
+    model : nn.Module
+        trained model; comes back bit for bit
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    eval_fn : Callable
+        model -> number, 0-d tensor, or 1-D tensor of per-sample scores; or a pair of those, (metric,
+        objective)
+    sizes : default (100, 80, 60, 40, 20)
+        at most these: percent of the model as it is, or text such as "25 %"; in any order
+    compression : default "pruning"
+        "pruning", "sparsity" or "quantization"
+    cost : default "bytes"
+        what size is counted in: "bytes" (as stored, sparse weights with a bit mask, rounded ones
+        packed), "params" (pruning: all parameters; sparsity: without zero weights) or "flops"
+        (multiply-accumulates)
+    absolute : bool, default False
+        sizes are numbers of bytes, parameters or multiply-accumulates
+    plan : default None
+        None: everything alike; layer name -> level, which is scaled; or sensitivities, which give each
+        size its own targets
+    higher_is_better : bool, default True
+        direction of the metric, and its name
+    metric_name : str, default "accuracy"
+        direction of the metric, and its name
+    max_pct : default None
+        most for any layer, if the plan is made from sensitivities in percent; None: 90
+    layers : default None
+        names of layers to compress; None: all
+    criteria : default None
+        which weights or channels go, None: `large_final`; block size for sparsity, None: "weight"; data
+        for criteria that use it
+    granularity : default None
+        which weights or channels go, None: `large_final`; block size for sparsity, None: "weight"; data
+        for criteria that use it
+    calibration_data : default None
+        which weights or channels go, None: `large_final`; block size for sparsity, None: "weight"; data
+        for criteria that use it
+    recalibrate : default None
+        data: batch-norm statistics are estimated anew at each size, see `reestimate_norms`
+    runs : int, default 10
+        forwards to time at each size; 0: none
+    verbose : bool, default True
+        show a progress bar
+
+    Returns
+    -------
+    DegradationResult
+    """
     check_count(runs, "runs", least=0)
     eval_fn = as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
     check_training(eval_fn, [methods[compression]] if compression in methods else [])

@@ -39,7 +39,24 @@ def steps(
     share:float, # of the way to the next
     whole:bool,  # one at a time: for bits
 )->list:         # at most two levels
-    "A little less and a little more"
+    """A little less and a little more
+
+    Parameters
+    ----------
+    ladder : list
+        levels there are, rising; None, not rounded, comes last among bits
+    now
+        the present one, perhaps between two of them
+    share : float
+        of the way to the next
+    whole : bool
+        one at a time: for bits
+
+    Returns
+    -------
+    list
+        at most two levels
+    """
     if whole:
         low, high, open_end = min(b for b in ladder if b is not None), max(b for b in ladder if b is not None), None in ladder
         if now is None: return [high]
@@ -54,7 +71,24 @@ def moves(
     share:float,   # of the way to the next measured level
     pairs:set,     # frozensets of two methods that may meet in a layer
 )->list:           # of {method: level}, each with one method changed
-    "Where the choice can go from here"
+    """Where the choice can go from here
+
+    Parameters
+    ----------
+    choice : Choice
+        what was measured for a layer, or a group
+    now : dict
+        method -> its present level
+    share : float
+        of the way to the next measured level
+    pairs : set
+        frozensets of two methods that may meet in a layer
+
+    Returns
+    -------
+    list
+        of {method: level}, each with one method changed
+    """
     out = []
     for m in choice.methods:
         idle = scale_of(m).none
@@ -74,7 +108,30 @@ def one_round(
     pairs:set,      # frozensets of two methods that may meet in a layer
     budgets:dict,   # cost -> number
 )->tuple:           # {method: level} of each, worth
-    "The best exchange around the present plan, or the present plan"
+    """The best exchange around the present plan, or the present plan
+
+    Parameters
+    ----------
+    meter
+        measures plans: `score`, `worth`, and the compressor
+    choices : list
+        of `Choice`, what was measured
+    now : list
+        {method: level} of each
+    worth : float
+        of the present plan, less is better
+    share : float
+        of the way to the next measured level
+    pairs : set
+        frozensets of two methods that may meet in a layer
+    budgets : dict
+        cost -> number
+
+    Returns
+    -------
+    tuple
+        {method: level} of each, worth
+    """
     near = [Choice(c.name, c.members, [at, *moves(c, at, share, pairs)], [], []) for c, at in zip(choices, now, strict=True)]
     rises = [[0., *(meter.worth_of([*now[:k], levels, *now[k+1:]]) - worth for levels in c.levels[1:])] for k, c in enumerate(near)]
     stay, found = [0]*len(near), []
@@ -91,7 +148,22 @@ def uniform_levels(
     method:str,    # to use
     fits:Callable, # {method: level} of each choice -> whether they are within the budgets
 )->list|None:      # {method: level} of each choice; None if the harshest does not fit
-    "The mildest level for all layers, within what was measured for each, that fits"
+    """The mildest level for all layers, within what was measured for each, that fits
+
+    Parameters
+    ----------
+    choices : list
+        of `Choice`
+    method : str
+        to use
+    fits : Callable
+        {method: level} of each choice -> whether they are within the budgets
+
+    Returns
+    -------
+    list|None
+        {method: level} of each choice; None if the harshest does not fit
+    """
     ladders = [[levels[method] for levels in c.levels if set(levels) == {method}] for c in choices]
     whole = scale_of(method).none is None   # one at a time, such as bits
     lows = [0. if {} in c.levels else of[0] if of else 0. for c, of in zip(choices, ladders, strict=True)]
@@ -113,7 +185,24 @@ def one_ranking(
     method:str,    # that takes channels out
     fits:Callable, # {method: level} of each choice -> whether they are within the budgets
 )->list|None:      # {method: level} of each choice; None if the harshest does not fit
-    "The fewest channels, by one ranking over all groups, that fit; every group stays within what was measured for it"
+    """The fewest channels, by one ranking over all groups, that fit; every group stays within what was measured for it
+
+    Parameters
+    ----------
+    compressor : Compressor
+        of the model
+    choices : list
+        of `Choice`
+    method : str
+        that takes channels out
+    fits : Callable
+        {method: level} of each choice -> whether they are within the budgets
+
+    Returns
+    -------
+    list|None
+        {method: level} of each choice; None if the harshest does not fit
+    """
     free = {c.name: (c.levels[0].get(method, 0.), c.levels[-1][method]) for c in choices if c.is_group}
     actor = compressor.actor(method)
     scores, sizes = {n: actor.scores[n] for n in free}, {n: n_granules(actor.groups[n])[0] for n in free}
@@ -130,7 +219,21 @@ def one_ranking(
 
 # %% ../../nbs/plans/09_joint.ipynb #838c4685
 class PlanMeter(Meter):
-    "Scores of plans that a `Compressor` carries out"
+    """Scores of plans that a `Compressor` carries out
+
+    Parameters
+    ----------
+    compressor : Compressor
+        of the model
+    choices : list
+        of `Choice`
+    by : str
+        "metric" or "objective": what the search makes small
+    *rest
+        as for `Meter`
+    **options
+        as for `Meter`
+    """
     def __init__(self,
         compressor:Compressor, # of the model
         choices:list,          # of `Choice`
@@ -146,26 +249,67 @@ class PlanMeter(Meter):
     def plan(self,
         levels:list, # {method: level} of each choice
     )->Plan:
-        "The plan"
+        """The plan
+
+        Parameters
+        ----------
+        levels : list
+            {method: level} of each choice
+
+        Returns
+        -------
+        Plan
+        """
         return planned(list(zip(self.choices, levels, strict=True)))
     def score(self,
         plan:Plan,   # to measure
         around=None, # perturbation; None: the usual one
     )->Score:
-        "Evaluate the model under the plan"
+        """Evaluate the model under the plan
+
+        Parameters
+        ----------
+        plan : Plan
+            to measure
+        around : default None
+            perturbation; None: the usual one
+
+        Returns
+        -------
+        Score
+        """
         with self.masker(plan):
             self.n += 1
             score = evaluate(self.model, self.eval_fn, around or self.perturbation)
         self.on_call(f"{score.value:.4f}")
         return score
     def worth(self, score:Score)->float:
-        "The objective or the metric, turned so that less is better. Raises ValueError if there is no objective"
+        """The objective or the metric, turned so that less is better. Raises ValueError if there is no objective
+
+        Parameters
+        ----------
+        score : Score
+
+        Returns
+        -------
+        float
+        """
         if self.by == "objective" and score.objective is None: raise ValueError("the sweeps recorded an objective, and eval_fn returns none; measure with the same eval_fn, or say by='metric'")
         return super().worth(score if self.by == "objective" else replace(score, objective=None))
     def worth_of(self,
         levels:list, # {method: level} of each choice
     )->float:
-        "What the search makes small; infinite if it is not a number"
+        """What the search makes small; infinite if it is not a number
+
+        Parameters
+        ----------
+        levels : list
+            {method: level} of each choice
+
+        Returns
+        -------
+        float
+        """
         return self.worth(self.score(self.plan(levels)))
 
 # %% ../../nbs/plans/09_joint.ipynb #1be24004
@@ -174,7 +318,21 @@ def start_levels(
     compressor:Compressor, # of the model
     budgets:dict, # cost -> number
 )->dict:        # name -> {method: level} of each choice
-    "The plans to start from, of `allocate` and without curves. Raises ValueError, with what is reachable, if nothing fits the budgets"
+    """The plans to start from, of `allocate` and without curves. Raises ValueError, with what is reachable, if nothing fits the budgets
+
+    Parameters
+    ----------
+    problem : Problem
+    compressor : Compressor
+        of the model
+    budgets : dict
+        cost -> number
+
+    Returns
+    -------
+    dict
+        name -> {method: level} of each choice
+    """
     def count(options): return compressor.costs(planned(options), tuple(budgets))
     def clash(levels): return any(a and b for (_, a), (_, b) in excluding([replace(c, levels=[at]) for c, at in zip(problem.choices, levels, strict=True)], problem.pairs))
     def fits(levels): return not clash(levels) and all(v <= budgets[n]*(1 + 1e-9) for n, v in count(list(zip(problem.choices, levels, strict=True))).items())
@@ -193,7 +351,21 @@ def sure_starts(
     compressor:Compressor, # of the model
     budgets:dict, # cost -> number
 )->dict:        # name -> {method: level} of each choice
-    "The same, with costs that hold when channels are really gone: counted, should the computed ones not hold"
+    """The same, with costs that hold when channels are really gone: counted, should the computed ones not hold
+
+    Parameters
+    ----------
+    problem : Problem
+    compressor : Compressor
+        of the model
+    budgets : dict
+        cost -> number
+
+    Returns
+    -------
+    dict
+        name -> {method: level} of each choice
+    """
     out = start_levels(problem, compressor, budgets)
     plans = [planned(list(zip(problem.choices, levels, strict=True))) for levels in out.values()]
     return out if all(compressor.holds(p, tuple(budgets)) for p in plans) else start_levels(problem, compressor, budgets)
@@ -207,7 +379,27 @@ def exchange_levels(
     budgets:dict, # cost -> number
     calls:int,    # most evaluations
 )->tuple:         # {method: level} of each choice, worth
-    "Move compression between layers and methods within the budgets, only as long as that is measured to be better"
+    """Move compression between layers and methods within the budgets, only as long as that is measured to be better
+
+    Parameters
+    ----------
+    meter : PlanMeter
+    levels : list
+        {method: level} of each choice, to start from
+    worth : float
+        of that plan, less is better
+    pairs : set
+        frozensets of two methods that may meet in a layer
+    budgets : dict
+        cost -> number
+    calls : int
+        most evaluations
+
+    Returns
+    -------
+    tuple
+        {method: level} of each choice, worth
+    """
     share, end = 1., meter.n + calls
     while share >= .25 and meter.n + sum(len(moves(c, at, share, pairs)) for c, at in zip(meter.choices, levels, strict=True)) + 3 <= end:
         levels, new = one_round(meter, meter.choices, levels, worth, share, pairs, budgets)
@@ -232,7 +424,51 @@ def search_plan(
     calibration_data=None, # for criteria that use data, and for ranges of activations
     verbose:bool=True, # show a progress bar
 )->SearchResult:       # `plan` is a `Plan`
-    "The best of the plans within the budgets, improved by measured exchange. Raises as `allocate` does"
+    """The best of the plans within the budgets, improved by measured exchange. Raises as `allocate` does
+
+    Parameters
+    ----------
+    model : nn.Module
+        trained model; comes back bit for bit
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    eval_fn : Callable
+        as the sweeps were measured with, on the data to search with
+    sweeps
+        a `SweepResult`, or several: one each of sparsity, pruning and quantization
+    budget
+        most that the whole model may cost: a number, or "30%" of the untouched model; or {cost: that}
+        for several at once
+    cost : default None
+        "params", "flops" or "bytes"; None: "params", or what `budget` says
+    combine : default ()
+        as in `allocate`
+    bounds : default None
+        as in `allocate`
+    locked : default ()
+        as in `allocate`
+    by : default None
+        as in `allocate`
+    report_fn : Callable|None, default None
+        the same on other data, for the ranking; None: `eval_fn`, which flatters the searched plan
+    report_higher_is_better : bool|None, default None
+        direction of `report_fn`; None: that of `eval_fn`
+    recalibrate : default None
+        data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
+    evaluations : int|None, default None
+        most calls of `eval_fn` while moving; None: enough for six rounds
+    criteria : default None
+        which weights and channels matter, as measured; None: `large_final`
+    calibration_data : default None
+        for criteria that use data, and for ranges of activations
+    verbose : bool, default True
+        show a progress bar
+
+    Returns
+    -------
+    SearchResult
+        `plan` is a `Plan`
+    """
     if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
     if "latency" in (budget if isinstance(budget, Mapping) else [cost]): raise ValueError("latency cannot be counted, so there is no search within it; allocate plans for it, and flops are near")
     eval_fn = as_eval_fn(eval_fn, sample=sample)

@@ -19,7 +19,19 @@ import numpy as np
 # %% ../../nbs/plans/02_knapsack.ipynb #a742ac6b
 @dataclass(frozen=True)
 class Options:
-    "All options of all units in one row"
+    """All options of all units in one row
+
+    Parameters
+    ----------
+    unit : np.ndarray
+        index of the unit, `[n]`
+    rank : np.ndarray
+        index within the unit, 0 is the mildest, `[n]`
+    damage : np.ndarray
+        `[n]`
+    costs : dict
+        budget name -> `[n]`
+    """
     unit:np.ndarray    # index of the unit, `[n]`
     rank:np.ndarray    # index within the unit, 0 is the mildest, `[n]`
     damage:np.ndarray  # `[n]`
@@ -30,7 +42,21 @@ def as_options(
     costs:dict,   # budget name -> the same shape
     budgets:dict, # budget name -> number
 )->Options:
-    "The same numbers in arrays. Raises ValueError if shapes or names differ or a cost is not a number"
+    """The same numbers in arrays. Raises ValueError if shapes or names differ or a cost is not a number
+
+    Parameters
+    ----------
+    damage : list
+        a sequence a unit: damage of each of its options
+    costs : dict
+        budget name -> the same shape
+    budgets : dict
+        budget name -> number
+
+    Returns
+    -------
+    Options
+    """
     sizes = [len(d) for d in damage]
     if not sizes or 0 in sizes: raise ValueError("every unit needs at least one option, and there must be a unit")
     if costs.keys() != budgets.keys(): raise ValueError(f"costs are for {', '.join(map(repr, costs))}, budgets for {', '.join(map(repr, budgets))}; they must have the same names")
@@ -72,7 +98,19 @@ def no_output():
 def solve_quietly(
     *args, **options, # as for `scipy.optimize.milp`
 ):                    # its result
-    "`milp` that prints nothing"
+    """`milp` that prints nothing
+
+    Parameters
+    ----------
+    *args
+        as for `scipy.optimize.milp`
+    **options
+        as for `scipy.optimize.milp`
+
+    Returns
+    -------
+    its result
+    """
     from scipy.optimize import milp
     with no_output(): return milp(*args, **options)
 
@@ -84,7 +122,26 @@ def least(
     gap:float=0,     # stop when proven to be within this share of the best
     nodes:int|None=None, # stop after so many nodes of the search tree with the best so far; None: go on
 )->np.ndarray|None:  # whether each option is chosen, bool `[n]`; None if no choice meets the limits
-    "One option for each unit with the smallest sum of `goal`; between equal ones the mildest"
+    """One option for each unit with the smallest sum of `goal`; between equal ones the mildest
+
+    Parameters
+    ----------
+    goal : np.ndarray
+        what the sum of the choices should be least of, 0 or more, `[n]`
+    o : Options
+        what there is to choose
+    limits : dict
+        name -> (cost of each option `[n]`, most that the choices may cost)
+    gap : float, default 0
+        stop when proven to be within this share of the best
+    nodes : int|None, default None
+        stop after so many nodes of the search tree with the best so far; None: go on
+
+    Returns
+    -------
+    np.ndarray|None
+        whether each option is chosen, bool `[n]`; None if no choice meets the limits
+    """
     from scipy.optimize import Bounds, LinearConstraint
     from scipy.sparse import coo_matrix
     one_each = LinearConstraint(coo_matrix((np.ones(len(o.unit)), (o.unit, np.arange(len(o.unit))))).tocsr(), 1, 1)
@@ -109,7 +166,27 @@ def choose(
     gap=None,     # stop when proven to be within this share of the best; None: 0, but with over 2000 options the proof ends after 100 nodes, mostly within 1e-4 of the best
     apart=(),     # pairs of (unit, its options): of the two only one may be chosen
 )->list:          # index of the chosen option, one a unit
-    "The choice with the least total damage within all budgets; damages closer than 1e-11 of the largest are equal, the mildest wins. Raises ValueError if there is none"
+    """The choice with the least total damage within all budgets; damages closer than 1e-11 of the largest are equal, the mildest wins. Raises ValueError if there is none
+
+    Parameters
+    ----------
+    damage : list
+        a sequence a unit: damage of each of its options, mildest first; not finite: the model breaks
+    costs : dict
+        budget name -> the same shape: what each option costs
+    budgets : dict
+        budget name -> most that all choices together may cost
+    gap : default None
+        stop when proven to be within this share of the best; None: 0, but with over 2000 options the
+        proof ends after 100 nodes, mostly within 1e-4 of the best
+    apart : default ()
+        pairs of (unit, its options): of the two only one may be chosen
+
+    Returns
+    -------
+    list
+        index of the chosen option, one a unit
+    """
     o = as_options(damage, costs, budgets)
     effort = dict(gap=gap or 0, nodes=100 if gap is None and len(o.unit) > 2000 else None)
     rows = {i: sum((o.unit == u) & np.isin(o.rank, options) for u, options in pair) for i, pair in enumerate(apart)}

@@ -24,7 +24,18 @@ def reestimate_norms(
     data,            # inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not used
     sample=None,     # one example input, where the model takes several
 ):
-    "Running means and variances anew, as plain averages over the batches of `data`. Raises ValueError if there are none to estimate or no data; then nothing changes"
+    """Running means and variances anew, as plain averages over the batches of `data`. Raises ValueError if there are none to estimate or no data; then nothing changes
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place: the running statistics of its batch norms
+    data
+        inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not
+        used
+    sample : default None
+        one example input, where the model takes several
+    """
     norms = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None}
     if not norms: raise ValueError(f"{type(model).__name__} has no batch norm with running statistics; leave recalibrate out")
     modes, kept, done = [(m, m.training) for m in model.modules()], {m: keep_values(list(m.buffers())) for m in norms}, False
@@ -46,12 +57,26 @@ def reestimate_norms(
 # %% ../../nbs/plans/07_norms.ipynb #25ac767e
 @dataclass(frozen=True, eq=False)
 class Recalibrated:
-    "Batch-norm statistics of `data` inside the block: `with Recalibrated(data)(model): ...`"
+    """Batch-norm statistics of `data` inside the block: `with Recalibrated(data)(model): ...`
+
+    Parameters
+    ----------
+    data : object
+        as for `reestimate_norms`
+    sample : object, default None
+        one example input, where the model takes several
+    """
     data:object        # as for `reestimate_norms`
     sample:object=None # one example input, where the model takes several
     @contextmanager
     def __call__(self, model, unit=None):
-        "Recalibrate inside the block, and leave no trace after it"
+        """Recalibrate inside the block, and leave no trace after it
+
+        Parameters
+        ----------
+        model
+        unit : default None
+        """
         with leave_no_trace(model, weights=()):
             reestimate_norms(model, self.data, self.sample)
             yield model

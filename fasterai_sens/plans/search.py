@@ -43,7 +43,22 @@ def drop_order(
     granularity:str, # block size
     criteria,        # a `Criterion`, bound to the model
 )->Tensor:           # int32, 0 for the block that goes first; shape broadcasts to `unit.filters`
-    "In which order the blocks of `unit` are dropped"
+    """In which order the blocks of `unit` are dropped
+
+    Parameters
+    ----------
+    unit
+        a `Unit`
+    granularity : str
+        block size
+    criteria
+        a `Criterion`, bound to the model
+
+    Returns
+    -------
+    Tensor
+        int32, 0 for the block that goes first; shape broadcasts to `unit.filters`
+    """
     scores = unit_scores(unit, granularity, criteria)
     order = scores.flatten().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).argsort(stable=True)
     rank = torch.empty(order.shape, dtype=torch.int32, device=order.device)
@@ -52,7 +67,17 @@ def drop_order(
 
 # %% ../../nbs/plans/08_search.ipynb #65812f8a
 class Masker:
-    "Sets the sparsity of each unit of a model; to be used inside `leave_no_trace`"
+    """Sets the sparsity of each unit of a model; to be used inside `leave_no_trace`
+
+    Parameters
+    ----------
+    units : list
+        of `Unit`
+    granularity : str
+        block size
+    criteria
+        a `Criterion`, bound to the model
+    """
     def __init__(self,
         units:list,      # of `Unit`
         granularity:str, # block size
@@ -64,7 +89,13 @@ class Masker:
     def set(self,
         pcts, # percent of each unit
     ):
-        "Make the units as sparse as that"
+        """Make the units as sparse as that
+
+        Parameters
+        ----------
+        pcts
+            percent of each unit
+        """
         for i, pct in enumerate(pcts):
             if pct != self.now[i]: self._set(i, float(pct))
         forget_casts()
@@ -72,7 +103,13 @@ class Masker:
     def held(self,
         pcts, # percent of each unit
     ):
-        "The units are as sparse as that inside the block, and dense after it"
+        """The units are as sparse as that inside the block, and dense after it
+
+        Parameters
+        ----------
+        pcts
+            percent of each unit
+        """
         self.set(pcts)
         try: yield
         finally: self.set([0.]*len(self.units))
@@ -90,11 +127,30 @@ def _numbers(unit)->list:
 # %% ../../nbs/plans/08_search.ipynb #73713ea9
 @dataclass(frozen=True, eq=False)
 class Local:
-    "Damage of one unit around its present share, which comes first"
+    """Damage of one unit around its present share, which comes first
+
+    Parameters
+    ----------
+    kept : list
+        shares, above 0
+    damage : list
+        what they cost beyond the present, from 0
+    """
     kept:list    # shares, above 0
     damage:list  # what they cost beyond the present, from 0
     def within(self, radius:float, n:int=17)->tuple: # arrays of shares and damages
-        "Smooth curve up to a factor `exp(radius)` away, not beyond what was measured"
+        """Smooth curve up to a factor `exp(radius)` away, not beyond what was measured
+
+        Parameters
+        ----------
+        radius : float
+        n : int, default 17
+
+        Returns
+        -------
+        tuple
+            arrays of shares and damages
+        """
         if len(self.kept) == 1: return np.array(self.kept), np.zeros(1)
         x = np.log(np.array(self.kept)/self.kept[0])
         grid = np.union1d(np.linspace(max(-radius, x.min()), min(radius, x.max()), n), [0.])
@@ -107,7 +163,28 @@ def probe(
     low, high,       # bounds of the shares, arrays
     radius:float,    # how far to look, as a logarithm
 )->list:             # of `Local`
-    "Measure each unit on either side of its share; what breaks the model is no option. A unit that keeps nothing, or may not move, stays"
+    """Measure each unit on either side of its share; what breaks the model is no option. A unit that keeps nothing, or may not move, stays
+
+    Parameters
+    ----------
+    damage : Callable
+        shares of all units -> number, less is better
+    kept : np.ndarray
+        present shares
+    now : float
+        damage there
+    low
+        bounds of the shares, arrays
+    high
+        bounds of the shares, arrays
+    radius : float
+        how far to look, as a logarithm
+
+    Returns
+    -------
+    list
+        of `Local`
+    """
     out = [Local([k], [0.]) for k in kept]
     for i, k in enumerate(kept):
         for other in np.clip(k*np.exp([radius, -radius]), low[i], high[i]):
@@ -130,7 +207,32 @@ def exchange(
     calls:int,          # how often `damage` may be called
     radius:float=.25,   # of the first step, as a logarithm; it ends at .02
 )->tuple:               # shares with the same mean, damage there
-    "Move shares between units at equal budget, only as long as that is measured to be better"
+    """Move shares between units at equal budget, only as long as that is measured to be better
+
+    Parameters
+    ----------
+    damage : Callable
+        shares of all units -> number, less is better, called at most `calls` times
+    kept : np.ndarray
+        shares to start from
+    now : float
+        damage there
+    weights : np.ndarray
+        weights behind each unit
+    low
+        bounds of the shares, arrays
+    high
+        bounds of the shares, arrays
+    calls : int
+        how often `damage` may be called
+    radius : float, default .25
+        of the first step, as a logarithm; it ends at .02
+
+    Returns
+    -------
+    tuple
+        shares with the same mean, damage there
+    """
     target, left, rounds = kept@weights/weights.sum(), calls, 2*len(kept) + 3
     while left >= rounds and radius >= .02:
         around = probe(damage, kept, now, low, high, radius)
@@ -155,7 +257,30 @@ def descend(
     low, high,          # bounds of the shares, arrays
     steps:int,          # the mean is multiplied by `path_factor` so often
 )->tuple:               # shares, damage there: infinite if no measured step leads on
-    "Lower the mean step by step, each time with the least damage around the plan so far"
+    """Lower the mean step by step, each time with the least damage around the plan so far
+
+    Parameters
+    ----------
+    damage : Callable
+        shares of all units -> number, less is better, called twice a unit and once, each step
+    kept : np.ndarray
+        shares to start from
+    now : float
+        damage there
+    weights : np.ndarray
+        weights behind each unit
+    low
+        bounds of the shares, arrays
+    high
+        bounds of the shares, arrays
+    steps : int
+        the mean is multiplied by `path_factor` so often
+
+    Returns
+    -------
+    tuple
+        shares, damage there: infinite if no measured step leads on
+    """
     mean, radius = kept@weights/weights.sum(), -2.5*math.log(path_factor)   # a layer may go further than the mean
     for i in range(1, steps + 1):
         curves, aim = [c.within(radius) for c in probe(damage, kept, now, low, high, radius)], mean*path_factor**i
@@ -167,7 +292,39 @@ def descend(
 # %% ../../nbs/plans/08_search.ipynb #7bbcf0f8
 @dataclass(repr=False)
 class SearchResult:
-    "The plan that measured best, what was expected of it, and all plans beside it"
+    """The plan that measured best, what was expected of it, and all plans beside it
+
+    Parameters
+    ----------
+    plan : LayerTargets|Plan
+        what to do with each layer
+    plan_name : str
+        "search", or the name of the plan that measured better
+    budgets : dict
+        what all plans keep to: "sparsity" -> mean percent over the weights, or cost -> most of it
+    baseline_metric : float
+        of `eval_fn`, untouched model (recalibrated, if that was asked for)
+    predicted_metric : float
+        of `eval_fn`, if the damages of the layers, each compressed alone, added up; a gain counts as
+        none
+    measured_metric : float
+        of `eval_fn`, with the plan
+    evaluations : int
+        calls of `eval_fn`
+    ranking : list
+        dicts, best first: plan, metric (on the report data), delta, stderr, low, high, no_ci (why there
+        is no interval), search_metric, and one for each of `budgets`
+    plans : dict
+        name -> `LayerTargets` or `Plan`, those in `ranking`
+    metric_name : str, default "accuracy"
+        for display
+    higher_is_better : bool, default True
+        direction of `eval_fn`
+    reported_on : str, default "eval_fn"
+        where `ranking` comes from: "report_fn", or the same "eval_fn" that the search saw
+    settings : dict, default dict()
+        granularity, criteria, recalibrated
+    """
     plan:LayerTargets|Plan  # what to do with each layer
     plan_name:str           # "search", or the name of the plan that measured better
     budgets:dict            # what all plans keep to: "sparsity" -> mean percent over the weights, or cost -> most of it
@@ -213,7 +370,13 @@ def summary(self:SearchResult):
 def to_json(self:SearchResult,
     path, # file to write
 ):
-    "Write everything to a JSON file"
+    """Write everything to a JSON file
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     plain = lambda p: p.as_dict() if isinstance(p, Plan) else p
     write_json(path, "SearchResult", {**{f.name: getattr(self, f.name) for f in fields(self)}, "plan": plain(self.plan), "plans": {n: plain(p) for n, p in self.plans.items()}})
 
@@ -227,12 +390,37 @@ def _search_result(d:dict)->SearchResult:
 def from_json(cls:SearchResult,
     path, # file that `to_json` wrote
 )->SearchResult:
-    "Read a result back, equal to the one that was saved"
+    """Read a result back, equal to the one that was saved
+
+    Parameters
+    ----------
+    path
+        file that `to_json` wrote
+
+    Returns
+    -------
+    SearchResult
+    """
     return read_json(path, "SearchResult", _search_result)
 
 # %% ../../nbs/plans/08_search.ipynb #c09e15b4
 class Meter:
-    "Scores of plans on one model; to be used inside `leave_no_trace`"
+    """Scores of plans on one model; to be used inside `leave_no_trace`
+
+    Parameters
+    ----------
+    model : nn.Module
+    masker : Masker
+        of its units
+    eval_fn : Callable
+        model -> number or per-sample scores
+    perturbation : Callable
+        (model, unit) -> context manager around each evaluation
+    higher_is_better : bool
+        direction of `eval_fn`
+    on_call : Callable, default lambda text: None
+        called after each evaluation, with the metric
+    """
     def __init__(self,
         model:nn.Module,
         masker:Masker,          # of its units
@@ -247,7 +435,19 @@ class Meter:
         pcts,        # percent of each unit
         around=None, # perturbation; None: the usual one
     )->Score:
-        "Evaluate the model with this sparsity"
+        """Evaluate the model with this sparsity
+
+        Parameters
+        ----------
+        pcts
+            percent of each unit
+        around : default None
+            perturbation; None: the usual one
+
+        Returns
+        -------
+        Score
+        """
         self.masker.set(pcts)
         self.n += 1
         score = evaluate(self.model, self.eval_fn, around or self.perturbation)
@@ -265,10 +465,29 @@ class Meter:
     def damage(self,
         kept, # share of each unit
     )->float:
-        "What the search makes small; infinite if it is not a number"
+        """What the search makes small; infinite if it is not a number
+
+        Parameters
+        ----------
+        kept
+            share of each unit
+
+        Returns
+        -------
+        float
+        """
         return self.worth(self.score(100*(1 - kept)))
     def worth(self, score:Score)->float:
-        "The objective, or a metric alone turned so that less is better; infinite if it is not a number"
+        """The objective, or a metric alone turned so that less is better; infinite if it is not a number
+
+        Parameters
+        ----------
+        score : Score
+
+        Returns
+        -------
+        float
+        """
         worth = self.sign*score.value if score.objective is None else score.objective
         return worth if math.isfinite(worth) and math.isfinite(score.value) else math.inf
 
@@ -278,7 +497,21 @@ def classic_plan(
     b:Budget,    # what the plan has to keep to
     now:float,   # damage of the untouched model
 )->LayerTargets|None: # None if the layers that do not break the model are too few
-    "The classic rule, from the damage of each layer alone at the target"
+    """The classic rule, from the damage of each layer alone at the target
+
+    Parameters
+    ----------
+    meter : Meter
+    b : Budget
+        what the plan has to keep to
+    now : float
+        damage of the untouched model
+
+    Returns
+    -------
+    LayerTargets|None
+        None if the layers that do not break the model are too few
+    """
     alone = np.diag(np.clip(b.target, b.low, b.high))
     damages = [meter.worth(meter.score(one)) - now if low < high else math.inf for one, low, high in zip(alone, b.low, b.high, strict=True)]   # no choice: it stays at `low`
     plan = inverse_sensitivity(damages, b.weights, b.target, b.low, b.high)
@@ -291,7 +524,19 @@ def check_search(
     criteria,        # a `Criterion`, bound to the model
     fns:dict,        # name -> function of the model, as the user gave them
 ):
-    "Raises TypeError for what is no function, ValueError for layers or a granularity that leave nothing to choose"
+    """Raises TypeError for what is no function, ValueError for layers or a granularity that leave nothing to choose
+
+    Parameters
+    ----------
+    units : list
+        of `Unit`, to plan for
+    granularity : str
+        as the user gave it
+    criteria
+        a `Criterion`, bound to the model
+    fns : dict
+        name -> function of the model, as the user gave them
+    """
     check_functions(**fns)
     if parse_nm(check_granularity(granularity)) or granularity == "layer":
         raise ValueError(f"granularity {granularity!r} leaves no choice of how much of a layer goes; search with 'weight', or with blocks such as 'filter'")
@@ -304,7 +549,24 @@ def starting_plans(
     plans,            # name -> targets, of the user
     options:dict,     # for `budget`
 )->dict:              # name -> `LayerTargets`
-    "The baselines and the user's plans. Raises ValueError for a plan that is not within the budget, TypeError for a wrong kind"
+    """The baselines and the user's plans. Raises ValueError for a plan that is not within the budget, TypeError for a wrong kind
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    b : Budget
+        what the plans have to keep to
+    plans
+        name -> targets, of the user
+    options : dict
+        for `budget`
+
+    Returns
+    -------
+    dict
+        name -> `LayerTargets`
+    """
     if not isinstance(plans, Mapping): raise TypeError(f"plans maps names to targets; got {type(plans).__name__}")
     out, names = {n: f(model, b.target, **options) for n, f in baselines.items()}, {u.name for u in b.units}
     for name, plan in plans.items():
@@ -325,7 +587,25 @@ def path_start(
     options:dict,    # for `budget`
     calls:int,       # evaluations, of which the path may use half
 )->tuple:            # number of steps, and name -> `LayerTargets` to start them from; 0 and no plans if there is no way to go
-    "How long the path is, and the baselines at its beginning"
+    """How long the path is, and the baselines at its beginning
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    b : Budget
+        where the path ends
+    options : dict
+        for `budget`
+    calls : int
+        evaluations, of which the path may use half
+
+    Returns
+    -------
+    tuple
+        number of steps, and name -> `LayerTargets` to start them from; 0 and no plans if there is no
+        way to go
+    """
     most, least = 1 - np.average(b.low, weights=b.weights)/100, 1 - b.target/100
     if not 0 < least < most: return 0, {}
     steps = min(round(math.log(least/most)/math.log(path_factor)/2), (calls//2 - len(baselines))//(2*len(b.units) + 1))
@@ -340,7 +620,26 @@ def rank_plans(
     higher_is_better:bool, # direction of those
     about:dict,    # name of a plan -> further columns
 )->list:           # of dicts
-    "Rows of the ranking, best first; of equals the searched plan"
+    """Rows of the ranking, best first; of equals the searched plan
+
+    Parameters
+    ----------
+    scores : dict
+        name of a plan -> `Score` in the search
+    reported : dict
+        name of a plan -> `Score` for the ranking
+    dense : Score
+        untouched, for the ranking
+    higher_is_better : bool
+        direction of those
+    about : dict
+        name of a plan -> further columns
+
+    Returns
+    -------
+    list
+        of dicts
+    """
     rows = []
     for name, score in reported.items():
         delta, stderr, ci = compare(dense, score, higher_is_better)
@@ -400,7 +699,21 @@ def predicted_from(
     dense:float, # metric of the untouched model
     sign:int,   # -1 if a higher metric is better, else 1
 )->float:
-    "The metric if what each layer does alone added up; a gain counts as noise, so it is never better than `dense`"
+    """The metric if what each layer does alone added up; a gain counts as noise, so it is never better than `dense`
+
+    Parameters
+    ----------
+    alone : list
+        metric with each layer compressed alone
+    dense : float
+        metric of the untouched model
+    sign : int
+        -1 if a higher metric is better, else 1
+
+    Returns
+    -------
+    float
+    """
     losses = [sign*(value - dense) for value in alone]
     return dense + sign*sum(0. if loss < 0 else loss for loss in losses)   # what is not a number stays so
 
@@ -429,7 +742,57 @@ def search_targets(
     layers=None, layer_types=None, locked=None, min_pct=0, max_pct=100, # as in `budget`
     verbose:bool=True, # show a progress bar
 )->SearchResult:
-    "The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations"
+    """The best of the baselines and the classic rule, or the end of a path from a lower mean, improved by measured exchange at equal budget. Raises as `budget` and `bind` do, and ValueError for too few evaluations
+
+    Parameters
+    ----------
+    model : nn.Module
+        trained model; comes back bit for bit
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    eval_fn : Callable
+        model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a
+        loss is best, inside `FineTuned` if the network will be trained on. Or a pair of those, (metric,
+        objective): the search goes by the objective
+    target_pct
+        mean over the weights of the layers, percent
+    higher_is_better : bool, default True
+        direction of `eval_fn`, and its name for display
+    metric_name : str, default "accuracy"
+        direction of `eval_fn`, and its name for display
+    report_fn : Callable|None, default None
+        the same on other data, for the ranking; None: `eval_fn`, which flatters the searched plan
+    report_higher_is_better : bool|None, default None
+        direction of `report_fn`; None: that of `eval_fn`
+    recalibrate : default None
+        data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
+    plans : default None
+        name -> targets: more plans to start from and to compare with
+    evaluations : int|None, default None
+        most calls of `eval_fn`; a round takes two a layer and three. None: twelve rounds
+    criteria : default large_final
+        which weights go, and in which blocks
+    granularity : str, default "weight"
+        which weights go, and in which blocks
+    calibration_data : default None
+        for criteria that use data
+    layers : default None
+        as in `budget`
+    layer_types : default None
+        as in `budget`
+    locked : default None
+        as in `budget`
+    min_pct : default 0
+        as in `budget`
+    max_pct : default 100
+        as in `budget`
+    verbose : bool, default True
+        show a progress bar
+
+    Returns
+    -------
+    SearchResult
+    """
     if report_fn is None and report_higher_is_better is not None: raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
     eval_fn, rises = as_eval_fn(eval_fn, "eval_fn", sample, higher_is_better), higher_is_better if report_higher_is_better is None else report_higher_is_better
     report_fn = report_fn if report_fn is None else as_eval_fn(report_fn, "report_fn", sample, rises)

@@ -49,7 +49,21 @@ from .search import check_search, drop_order
 
 # %% ../../nbs/plans/10_sizes.ipynb #13b98fe4
 class Steps:
-    "How a method makes a model smaller, a smallest step at a time: for methods in percent"
+    """How a method makes a model smaller, a smallest step at a time: for methods in percent
+
+    Parameters
+    ----------
+    model : nn.Module
+        to be made smaller
+    sample
+        one example input
+    units : list
+        of `Unit` or `ChannelGroup`
+    n
+        how many smallest parts each has
+    refused : dict, default ()
+        layer name -> why it cannot be compressed
+    """
     compression, plan_unit, as_is, costs = None, "percent", 0., ("bytes", "params", "flops")   # `as_is`: the level that changes nothing
     def __init__(self,
         model:nn.Module,  # to be made smaller
@@ -60,25 +74,87 @@ class Steps:
     ):
         self.model, self.sample, self.units, self.n, self.refused, self.settings = model, sample, units, np.array(n), dict(refused), {}
     def counts(self, levels)->np.ndarray:
-        "How many steps of each unit the levels come to"
+        """How many steps of each unit the levels come to
+
+        Parameters
+        ----------
+        levels
+
+        Returns
+        -------
+        np.ndarray
+        """
         return np.array([n_dropped(n, pct) for n, pct in zip(self.n.tolist(), levels, strict=True)])
     def plan(self, counts)->LayerTargets:
-        "The plan of so many steps; what stays as it is is not in it"
+        """The plan of so many steps; what stays as it is is not in it
+
+        Parameters
+        ----------
+        counts
+
+        Returns
+        -------
+        LayerTargets
+        """
         return LayerTargets({layer.name: 100*k/n for u, k, n in zip(self.units, counts.tolist(), self.n.tolist(), strict=True) if k for layer in u.layers}, method=self.compression)
     def uniform(self, share:float)->np.ndarray:
-        "Levels of all units, alike, `share` of the way to the harshest"
+        """Levels of all units, alike, `share` of the way to the harshest
+
+        Parameters
+        ----------
+        share : float
+
+        Returns
+        -------
+        np.ndarray
+        """
         return np.full(len(self.units), 100*share)
     def scaled(self, levels, share:float)->np.ndarray:
-        "The levels at another scale: what is kept of each unit to a common power, from 0 to without end; half the way is the plan itself, and before it a level of 100 counts as 99.9"
+        """The levels at another scale: what is kept of each unit to a common power, from 0 to without end; half the way is the plan itself, and before it a level of 100 counts as 99.9
+
+        Parameters
+        ----------
+        levels
+        share : float
+
+        Returns
+        -------
+        np.ndarray
+        """
         return 100*(1 - (1 - (np.minimum(levels, 99.9) if share < 1/2 else levels)/100)**(share/max(1 - share, 1e-9)))
     def size(self, plan, cost:str)->int:
-        "How large the model is under `plan`"
+        """How large the model is under `plan`
+
+        Parameters
+        ----------
+        plan
+        cost : str
+
+        Returns
+        -------
+        int
+        """
         raise NotImplementedError
     def holds(self, plan, cost:str)->bool:
-        "Whether the size is sure; if not, it will be from now on"
+        """Whether the size is sure; if not, it will be from now on
+
+        Parameters
+        ----------
+        plan
+        cost : str
+
+        Returns
+        -------
+        bool
+        """
         return True
     def change(self, plan):
-        "Carry `plan` out, in place"
+        """Carry `plan` out, in place
+
+        Parameters
+        ----------
+        plan
+        """
         raise NotImplementedError
 
 # %% ../../nbs/plans/10_sizes.ipynb #aa368b18
@@ -86,7 +162,18 @@ class Steps:
 def levels(self:Steps,
     plan:Mapping, # layer name -> level, in the unit of the method
 )->np.ndarray:    # the level of each unit
-    "A plan as numbers, one a unit. Raises KeyError for an unknown layer, ValueError for levels that make no sense or layers that cannot be compressed"
+    """A plan as numbers, one a unit. Raises KeyError for an unknown layer, ValueError for levels that make no sense or layers that cannot be compressed
+
+    Parameters
+    ----------
+    plan : Mapping
+        layer name -> level, in the unit of the method
+
+    Returns
+    -------
+    np.ndarray
+        the level of each unit
+    """
     unit = getattr(plan, "unit", self.plan_unit)
     if unit != self.plan_unit: raise ValueError(f"the plan is in {unit}; this method takes {self.plan_unit}")
     check_method(plan, self.compression)
@@ -103,7 +190,19 @@ def _one_level(self:Steps, found:list, unit)->float:
 
 # %% ../../nbs/plans/10_sizes.ipynb #d6cc6868
 class SparseSteps(Steps):
-    "Weights set to zero, block by block"
+    """Weights set to zero, block by block
+
+    Parameters
+    ----------
+    model
+        to be made smaller
+    sample
+        one example input
+    layers : default None
+    criteria : default large_final
+    granularity : default "weight"
+    calibration_data : default None
+    """
     compression = "sparsity"
     def __init__(self, model, sample, layers=None, *, criteria=large_final, granularity="weight", calibration_data=None):
         units = [u for u in find_units(model, layers)[0] if u.weight.numel()]
@@ -136,7 +235,19 @@ def size(self:SparseSteps,
     plan:LayerTargets, # percent
     cost:str,          # "bytes", "params" or "flops"
 )->int:
-    "What is left of the model under `plan`"
+    """What is left of the model under `plan`
+
+    Parameters
+    ----------
+    plan : LayerTargets
+        percent
+    cost : str
+        "bytes", "params" or "flops"
+
+    Returns
+    -------
+    int
+    """
     counts = self.counts(self.levels(plan))
     whole, less = self.rule(cost)
     return round(whole - sum(less(u, u.weight.numel() - int(self.left[u.name][k])) for u, k in zip(self.units, counts.tolist(), strict=True)))
@@ -145,14 +256,31 @@ def size(self:SparseSteps,
 def change(self:SparseSteps,
     plan:LayerTargets, # percent
 ):
-    "Set the weights to zero, those that `Sparsifier` would choose"
+    """Set the weights to zero, those that `Sparsifier` would choose
+
+    Parameters
+    ----------
+    plan : LayerTargets
+        percent
+    """
     for u, k in zip(self.units, self.counts(self.levels(plan)).tolist(), strict=True):
         if k: drop_weights(u, filters_first(u.module, (self.ranks[u.name] >= k).expand(u.filters.shape)), self.settings["granularity"])
     forget_casts()
 
 # %% ../../nbs/plans/10_sizes.ipynb #6e0e181d
 class PrunedSteps(Steps):
-    "Channels taken out, with all that hangs on them"
+    """Channels taken out, with all that hangs on them
+
+    Parameters
+    ----------
+    model
+        to be made smaller
+    sample
+        one example input
+    layers : default None
+    criteria : default large_final
+    calibration_data : default None
+    """
     compression = "pruning"
     def __init__(self, model, sample, layers=None, *, criteria=large_final, calibration_data=None):
         wanted, bound = {u.name for u in find_units(model, layers)[0]}, bind(criteria, model, all_units(model)[0], calibration_data, sample)
@@ -168,14 +296,29 @@ class PrunedSteps(Steps):
         "What computes sizes, and which of them it gets right"
         return find_widths(self.model, self.sample, self.units)
     def counts(self, levels)->np.ndarray:
-        "How many sets of channels of each group the levels come to; one stays"
+        """How many sets of channels of each group the levels come to; one stays
+
+        Parameters
+        ----------
+        levels
+
+        Returns
+        -------
+        np.ndarray
+        """
         return np.array([n_gone(n, pct) for n, pct in zip(self.n.tolist(), levels, strict=True)])
 
 @patch
 def change(self:PrunedSteps,
     plan:LayerTargets, # percent
 ):
-    "Take the channels out, those that `Pruner` would choose"
+    """Take the channels out, those that `Pruner` would choose
+
+    Parameters
+    ----------
+    plan : LayerTargets
+        percent
+    """
     counts = self.counts(self.levels(plan)).tolist()
     gone = [part for g, score, k in zip(self.units, self.scores, counts, strict=True) if k for part in g.parts_of(pick(g, score, k))]
     if gone: self.units[0].graph.cut(gone)
@@ -186,7 +329,19 @@ def counted_size(self:PrunedSteps,
     plan:LayerTargets, # percent
     cost:str,          # "bytes", "params" or "flops"
 )->int:
-    "The size of the smaller model, made and counted"
+    """The size of the smaller model, made and counted
+
+    Parameters
+    ----------
+    plan : LayerTargets
+        percent
+    cost : str
+        "bytes", "params" or "flops"
+
+    Returns
+    -------
+    int
+    """
     with leave_no_trace(self.model, weights=()):
         self.change(plan)
         return cost_rules[cost](self.model, self.sample)[0]
@@ -196,7 +351,19 @@ def size(self:PrunedSteps,
     plan:LayerTargets, # percent
     cost:str,          # "bytes", "params" or "flops"
 )->int:
-    "The size of the smaller model: computed from its widths, or counted where that is not known to be right"
+    """The size of the smaller model: computed from its widths, or counted where that is not known to be right
+
+    Parameters
+    ----------
+    plan : LayerTargets
+        percent
+    cost : str
+        "bytes", "params" or "flops"
+
+    Returns
+    -------
+    int
+    """
     widths, right = self.computer
     if cost not in right: return self.counted_size(plan, cost)
     total = np.zeros((1, len(widths.sides) + 1))
@@ -210,14 +377,36 @@ def holds(self:PrunedSteps,
     plan:LayerTargets, # percent
     cost:str,          # "bytes", "params" or "flops"
 )->bool:
-    "Whether the computed size is the counted one; if not, sizes are counted from now on"
+    """Whether the computed size is the counted one; if not, sizes are counted from now on
+
+    Parameters
+    ----------
+    plan : LayerTargets
+        percent
+    cost : str
+        "bytes", "params" or "flops"
+
+    Returns
+    -------
+    bool
+    """
     if cost not in self.computer[1] or self.size(plan, cost) == self.counted_size(plan, cost): return True
     self.computer = None, set()
     return False
 
 # %% ../../nbs/plans/10_sizes.ipynb #29c52345
 class QuantizedSteps(Steps):
-    "Weights in fewer bits, layer by layer"
+    """Weights in fewer bits, layer by layer
+
+    Parameters
+    ----------
+    model
+        to be made smaller
+    sample
+        one example input
+    layers : default None
+    calibration_data : default None
+    """
     compression, plan_unit, as_is, costs = "quantization", "bits", 17., ("bytes",)
     def __init__(self, model, sample, layers=None, *, calibration_data=None):
         units, _ = find_units(model, layers)
@@ -225,7 +414,18 @@ class QuantizedSteps(Steps):
         self.bits = [[b for b in range(16, 1, -1) if packed_bytes(u, b) < u.weight.numel()*u.weight.element_size()] for u in units]
         super().__init__(model, sample, units, [len(b) for b in self.bits])
     def levels(self, plan)->np.ndarray:
-        "The bits of each layer. Raises ValueError for a plan that was measured with settings that it would lose, else as for the other methods"
+        """The bits of each layer. Raises ValueError for a plan that was measured with settings that it would lose, else as for the other methods
+
+        Parameters
+        ----------
+        plan
+            layer name -> level, in the unit of the method
+
+        Returns
+        -------
+        np.ndarray
+            the level of each unit
+        """
         usual = dict(per_channel=True, group_size=None, symmetric=True, activations=None)
         odd = {k: v for k, v in getattr(plan, "settings", {}).items() if v != usual.get(k, v)}
         if odd: raise ValueError(f"the plan was measured with {', '.join(f'{k}={v!r}' for k, v in odd.items())}, which it would lose if it were scaled; pass the sweep that it is from, or dict(plan)")
@@ -235,24 +435,55 @@ class QuantizedSteps(Steps):
     def uniform(self, share:float)->np.ndarray: return np.full(len(self.units), 17 - 15*share)
     def scaled(self, levels, share:float)->np.ndarray: return np.where(levels < 17, levels + 15*(1 - 2*share), 17)
     def size(self, plan, cost:str="bytes")->int:
-        "Bytes of the model under `plan`"
+        """Bytes of the model under `plan`
+
+        Parameters
+        ----------
+        plan
+        cost : str, default "bytes"
+
+        Returns
+        -------
+        int
+        """
         settings = getattr(plan, "settings", {})
         return plan_bytes(self.model, plan, **{k: settings[k] for k in ("per_channel", "group_size", "symmetric") if k in settings})
     def change(self, plan):
-        "Round the weights, as `quantize_model` does"
+        """Round the weights, as `quantize_model` does
+
+        Parameters
+        ----------
+        plan
+        """
         if plan: quantize_model(self.model, plan, calibration_data=self.calibration_data, sample=self.sample)
 
 # %% ../../nbs/plans/10_sizes.ipynb #14eaecb6
 def cost_name(
     cost:str, # "bytes", "params" or "flops"
 )->str:
-    "What is counted, for display"
+    """What is counted, for display
+
+    Parameters
+    ----------
+    cost : str
+        "bytes", "params" or "flops"
+
+    Returns
+    -------
+    str
+    """
     return {"flops": "multiply-accumulates"}.get(cost, cost)
 
 Sparse.steps_class, Pruned.steps_class, Quantized.steps_class = SparseSteps, PrunedSteps, QuantizedSteps
 
 def stepped()->list: # of str
-    "The methods that can be made harsher step by step"
+    """The methods that can be made harsher step by step
+
+    Returns
+    -------
+    list
+        of str
+    """
     return [m for m in methods if methods[m].steps_class]
 
 def find_steps(
@@ -263,7 +494,27 @@ def find_steps(
     layers=None,       # names of layers; None: all
     **options,         # criteria, granularity, calibration_data; None: not given
 )->Steps:
-    "The steps of one method. Raises ValueError for an unknown method or a cost it does not change, TypeError for an option that the method does not take"
+    """The steps of one method. Raises ValueError for an unknown method or a cost it does not change, TypeError for an option that the method does not take
+
+    Parameters
+    ----------
+    model : nn.Module
+        to be made smaller
+    sample
+        one example input
+    compression : str
+        name of a method
+    cost : str
+        "bytes", "params" or "flops"
+    layers : default None
+        names of layers; None: all
+    **options
+        criteria, granularity, calibration_data; None: not given
+
+    Returns
+    -------
+    Steps
+    """
     check_sample(check_model(model), sample)
     if not isinstance(compression, str) or compression not in stepped(): raise ValueError(unknown_name(compression, stepped(), "compression").args[0])
     kind = methods[compression].steps_class
@@ -280,7 +531,19 @@ def furthest(
     result,        # `SensitivityResult` or `SweepResult`, in percent
     max_pct:float, # most for any layer
 )->LayerTargets:
-    "The most that `to_layer_targets` gives to each layer: not beyond the last level measured, and nothing where the metric broke"
+    """The most that `to_layer_targets` gives to each layer: not beyond the last level measured, and nothing where the metric broke
+
+    Parameters
+    ----------
+    result
+        `SensitivityResult` or `SweepResult`, in percent
+    max_pct : float
+        most for any layer
+
+    Returns
+    -------
+    LayerTargets
+    """
     levels = result if isinstance(result, SweepResult) else [result]
     rows = [(r.compression_level, row) for r in levels for row in r.layers if row.prunable]
     by = plan_basis([row for _, row in rows])
@@ -294,7 +557,17 @@ def check_measured(
     compression:str, # the method that it is used for
     settings:dict,   # granularity and criteria that it is used with
 ):
-    "Raises ValueError for sensitivities to something else, or measured with other settings"
+    """Raises ValueError for sensitivities to something else, or measured with other settings
+
+    Parameters
+    ----------
+    result
+        `SensitivityResult` or `SweepResult`
+    compression : str
+        the method that it is used for
+    settings : dict
+        granularity and criteria that it is used with
+    """
     for r in result if isinstance(result, SweepResult) else [result]:
         if r.compression_type != compression: raise ValueError(f"these are sensitivities to {r.compression_type}, which say nothing about {compression}")
         for k, v in settings.items():
@@ -305,7 +578,21 @@ def measured_path(
     result,        # `SensitivityResult` or `SweepResult`
     max_pct:float, # most for any layer
 )->Callable:       # share of the way, 0..1 -> levels of the units
-    "Targets from sensitivities, from none to the most there can be. Raises ValueError or KeyError if the model is not the one that was measured"
+    """Targets from sensitivities, from none to the most there can be. Raises ValueError or KeyError if the model is not the one that was measured
+
+    Parameters
+    ----------
+    steps : Steps
+    result
+        `SensitivityResult` or `SweepResult`
+    max_pct : float
+        most for any layer
+
+    Returns
+    -------
+    Callable
+        share of the way, 0..1 -> levels of the units
+    """
     top = furthest(result, max_pct).mean(steps.model)
     def levels(share):
         with warnings.catch_warnings():
@@ -318,7 +605,19 @@ def measured_of(
     result,      # `SensitivityResult` or `SweepResult`
     steps:Steps, # of the layers that may be compressed
 ):               # of the same kind
-    "What was measured of these layers. Raises ValueError if that is nothing"
+    """What was measured of these layers. Raises ValueError if that is nothing
+
+    Parameters
+    ----------
+    result
+        `SensitivityResult` or `SweepResult`
+    steps : Steps
+        of the layers that may be compressed
+
+    Returns
+    -------
+    of the same kind
+    """
     mine = [layer.name for u in steps.units for layer in u.layers]
     some = [replace(r, layers=[row for row in r.layers if row.name in {*mine, *steps.refused}]) for r in (result if isinstance(result, SweepResult) else [result])]
     some = [r for r in some if r.layers]   # the rest of the layers may have stopped early
@@ -331,7 +630,21 @@ def find_path(
     plan=None,        # None: everything alike; layer name -> level; or a `SensitivityResult` or `SweepResult`
     max_pct:float=90, # most for any layer, if the plan is made from sensitivities
 )->Callable:          # share of the way, 0..1 -> levels of the units
-    "How the levels of all units rise together. Raises TypeError for a plan of no known kind"
+    """How the levels of all units rise together. Raises TypeError for a plan of no known kind
+
+    Parameters
+    ----------
+    steps : Steps
+    plan : default None
+        None: everything alike; layer name -> level; or a `SensitivityResult` or `SweepResult`
+    max_pct : float, default 90
+        most for any layer, if the plan is made from sensitivities
+
+    Returns
+    -------
+    Callable
+        share of the way, 0..1 -> levels of the units
+    """
     if plan is None: return steps.uniform
     if isinstance(plan, SensitivityResult | SweepResult): return measured_path(steps, plan, check_pct(max_pct, "max_pct"))
     if not isinstance(plan, Mapping): raise TypeError(f"plan is layer name -> level, a SensitivityResult, a SweepResult, or None; got {type(plan).__name__}")
@@ -344,7 +657,22 @@ def first_steps(
     now:np.ndarray,    # and after it
     m:int,             # how many of the steps between are made
 )->np.ndarray:         # steps of each unit
-    "Part of a jump, unit after unit"
+    """Part of a jump, unit after unit
+
+    Parameters
+    ----------
+    before : np.ndarray
+        steps of each unit before the jump
+    now : np.ndarray
+        and after it
+    m : int
+        how many of the steps between are made
+
+    Returns
+    -------
+    np.ndarray
+        steps of each unit
+    """
     more = np.maximum(now - before, 0)
     return before + np.clip(m - (more.cumsum() - more), 0, more)
 
@@ -353,7 +681,18 @@ def pct_up(
     part:int,
     whole:int,
 )->str: # percent in three digits, never too small
-    "What `part` is of `whole`, rounded up, so that a size of that percentage is enough"
+    """What `part` is of `whole`, rounded up, so that a size of that percentage is enough
+
+    Parameters
+    ----------
+    part : int
+    whole : int
+
+    Returns
+    -------
+    str
+        percent in three digits, never too small
+    """
     return f"{Context(prec=3, rounding=ROUND_CEILING).divide(Decimal(100*part), Decimal(whole)):f}"
 
 # %% ../../nbs/plans/10_sizes.ipynb #109c37c6
@@ -365,7 +704,23 @@ def fit(
     cost:str,        # "bytes", "params" or "flops"
     budget:float,    # most of it, less than the model takes as it is
 )->tuple:            # plan, number of sizes that were looked at
-    "The mildest plan on the path that is within the budget. Raises ValueError with what is possible if there is none"
+    """The mildest plan on the path that is within the budget. Raises ValueError with what is possible if there is none
+
+    Parameters
+    ----------
+    steps : Steps
+    counts : Callable
+        place on the path, 0..`fine` -> steps of each unit
+    cost : str
+        "bytes", "params" or "flops"
+    budget : float
+        most of it, less than the model takes as it is
+
+    Returns
+    -------
+    tuple
+        plan, number of sizes that were looked at
+    """
     tried = {}
     def size(n):
         if (key := tuple(n.tolist())) not in tried:
@@ -388,7 +743,23 @@ def planner(
     plan=None,        # as for `find_path`
     max_pct=None,     # as for `find_path`; None: 90
 )->Callable:          # budget -> plan, number of sizes that were looked at
-    "What makes a plan for each budget. Raises ValueError as `check_measured`, TypeError as `find_path` does"
+    """What makes a plan for each budget. Raises ValueError as `check_measured`, TypeError as `find_path` does
+
+    Parameters
+    ----------
+    steps : Steps
+    cost : str
+        "bytes", "params" or "flops"
+    plan : default None
+        as for `find_path`
+    max_pct : default None
+        as for `find_path`; None: 90
+
+    Returns
+    -------
+    Callable
+        budget -> plan, number of sizes that were looked at
+    """
     dense, measured = steps.size({}, cost), isinstance(plan, SensitivityResult | SweepResult)
     if max_pct is not None and not (measured and steps.plan_unit == "percent"):
         raise ValueError(f"max_pct is for plans in percent that are made from sensitivities; leave max_pct={max_pct!r} out")
@@ -408,7 +779,22 @@ def check_size(
     dense:int,           # size of the model as it is
     absolute:bool=False, # numbers are not percent
 )->float:                # most that the model may cost
-    "The size as a number. Raises ValueError for one that makes no sense"
+    """The size as a number. Raises ValueError for one that makes no sense
+
+    Parameters
+    ----------
+    size
+        percent, or the number itself; or text such as "25 %"
+    dense : int
+        size of the model as it is
+    absolute : bool, default False
+        numbers are not percent
+
+    Returns
+    -------
+    float
+        most that the model may cost
+    """
     text = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", size) if isinstance(size, str) else None
     value = float(text[1]) if text else size
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf: raise ValueError(f"a size is a number above 0, or text such as '25 %'; got {size!r}")
@@ -419,7 +805,25 @@ def check_size(
 # %% ../../nbs/plans/10_sizes.ipynb #950cb486
 @dataclass(repr=False)
 class Compressed:
-    "A compressed copy of a model, and how it came about. Of sparse and rounded weights `size` is what they take packed, though the tensors of `model` are as large as before"
+    """A compressed copy of a model, and how it came about. Of sparse and rounded weights `size` is what they take packed, though the tensors of `model` are as large as before
+
+    Parameters
+    ----------
+    model : nn.Module
+        the copy
+    plan : LayerTargets
+        what was done to each layer
+    size : int
+        in units of `cost`
+    dense_size : int
+        of the model it was made from
+    cost : str
+        "bytes", "params" or "flops"
+    compression : str
+        "sparsity", "pruning" or "quantization"
+    tries : int, default 0
+        sizes that were looked at
+    """
     model:nn.Module    # the copy
     plan:LayerTargets  # what was done to each layer
     size:int           # in units of `cost`
@@ -444,7 +848,25 @@ def carried_out(
     recalibrate=None,  # data for `reestimate_norms`, or None
     tries:int=0,       # for the record
 )->Compressed:
-    "Carry out a plan for good"
+    """Carry out a plan for good
+
+    Parameters
+    ----------
+    steps : Steps
+        of a copy that may be changed
+    plan : LayerTargets
+        what to do
+    cost : str
+        "bytes", "params" or "flops"
+    recalibrate : default None
+        data for `reestimate_norms`, or None
+    tries : int, default 0
+        for the record
+
+    Returns
+    -------
+    Compressed
+    """
     size, dense = steps.size(plan, cost), steps.size({}, cost)
     steps.change(plan)
     if recalibrate is not None: reestimate_norms(steps.model, recalibrate, steps.sample)
@@ -467,7 +889,47 @@ def compress_to_size(
     recalibrate=None,     # data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
     verbose:bool=True,    # show a progress bar, if it takes long
 )->Compressed:            # with the smaller `model`
-    "A compressed copy just within a budget, counted as packed where weights are sparse or rounded. Raises ValueError with what is possible if it cannot be reached, KeyError for an unknown layer, TypeError for an option that the method does not take"
+    """A compressed copy just within a budget, counted as packed where weights are sparse or rounded. Raises ValueError with what is possible if it cannot be reached, KeyError for an unknown layer, TypeError for an option that the method does not take
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; not changed
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    size
+        at most this: percent of the model as it is, or text such as "25 %"
+    compression : default "pruning"
+        "pruning", "sparsity" or "quantization"
+    cost : default "bytes"
+        what size is counted in: "bytes" (as stored, sparse weights with a bit mask, rounded ones
+        packed), "params" (pruning: all parameters; sparsity: without zero weights) or "flops"
+        (multiply-accumulates)
+    absolute : bool, default False
+        `size` is the number of bytes, parameters or multiply-accumulates itself
+    plan : default None
+        None: everything alike; layer name -> level, which is scaled; or sensitivities
+        (`SensitivityResult`, `SweepResult`)
+    max_pct : default None
+        most for any layer, if the plan is made from sensitivities in percent; None: 90
+    layers : default None
+        names of layers to compress; None: all
+    criteria : default None
+        sparsity and pruning: which weights or channels go; None: `large_final`
+    granularity : default None
+        sparsity: block size; None: "weight"
+    calibration_data : default None
+        for criteria that use data
+    recalibrate : default None
+        data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
+    verbose : bool, default True
+        show a progress bar, if it takes long
+
+    Returns
+    -------
+    Compressed
+        with the smaller `model`
+    """
     with slow_bar(3, verbose, "compressing") as tick:
         steps = find_steps(copy.deepcopy(check_model(model)), sample, compression, cost, layers, criteria=criteria, granularity=granularity, calibration_data=calibration_data)
         tick()
@@ -488,7 +950,42 @@ def compress_with_layer_sensitivity(
     criteria=None, granularity=None, calibration_data=None, recalibrate=None, # as in `compress_to_size`
     verbose:bool=True,    # show a progress bar, if it takes long
 )->Compressed:            # with the smaller `model`, its size in bytes
-    "A compressed copy, with less compression for the more sensitive layers. Raises ValueError as `to_layer_targets` and `check_measured` do"
+    """A compressed copy, with less compression for the more sensitive layers. Raises ValueError as `to_layer_targets` and `check_measured` do
+
+    Parameters
+    ----------
+    model : nn.Module
+        the model that was measured; not changed
+    sample
+        example input: a tensor, a tuple, or a dict of keyword inputs
+    result
+        its `SensitivityResult` or `SweepResult`, for sparsity or pruning
+    target_pct : float, default 50
+        mean over the weights of the layers, percent
+    min_pct : default 0
+        least and most for any layer, percent
+    max_pct : default 90
+        least and most for any layer, percent
+    gamma : default None
+        for one level: larger spreads the targets further; None: as in `to_layer_targets`
+    by : default None
+        damage to the "metric" or the "objective"; None: the objective if it was recorded
+    criteria : default None
+        as in `compress_to_size`
+    granularity : default None
+        as in `compress_to_size`
+    calibration_data : default None
+        as in `compress_to_size`
+    recalibrate : default None
+        as in `compress_to_size`
+    verbose : bool, default True
+        show a progress bar, if it takes long
+
+    Returns
+    -------
+    Compressed
+        with the smaller `model`, its size in bytes
+    """
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
     if gamma is not None and isinstance(result, SweepResult): raise ValueError("gamma is for sensitivities at one level; a sweep is solved on its whole curves, leave it out")
     more = {} if gamma is None else dict(gamma=gamma)

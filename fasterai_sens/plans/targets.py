@@ -23,7 +23,17 @@ from .baselines import check_bounds, check_reach
 # %% ../../nbs/plans/01_targets.ipynb #f7ad1cf8
 @dataclass(frozen=True)
 class Knob:
-    "Layers that get the same target"
+    """Layers that get the same target
+
+    Parameters
+    ----------
+    names : tuple
+        layer names, those that appear in the targets
+    weights : int
+        number of weights behind it
+    delta : float
+        damage; infinite if the metric was not finite
+    """
     names:tuple   # layer names, those that appear in the targets
     weights:int   # number of weights behind it
     delta:float   # damage; infinite if the metric was not finite
@@ -33,7 +43,22 @@ def knobs(
     model,     # model the rows were measured on
     by=None,   # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->list:       # of `Knob`
-    "Rows as knobs. Raises KeyError or ValueError if `model` is not the one that was measured"
+    """Rows as knobs. Raises KeyError or ValueError if `model` is not the one that was measured
+
+    Parameters
+    ----------
+    rows : list
+        of `LayerSensitivity`
+    model
+        model the rows were measured on
+    by : default None
+        damage to the "metric" or the "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    list
+        of `Knob`
+    """
     groups, units = {}, target_units(model, {r.name: 0 for r in rows})
     found = {n: u for u in units for n in u.members}
     for r in rows:
@@ -48,7 +73,26 @@ def shift_to_mean(
     target:float,       # wanted weighted mean, within reach
     low, high,          # bounds, numbers or one a knob
 )->np.ndarray:          # values within the bounds with exactly that mean
-    "`clip(raw + shift, low, high)` for the one shift with the right mean"
+    """`clip(raw + shift, low, high)` for the one shift with the right mean
+
+    Parameters
+    ----------
+    raw : np.ndarray
+        wished values, one a knob
+    weights : np.ndarray
+        weights behind each knob
+    target : float
+        wanted weighted mean, within reach
+    low
+        bounds, numbers or one a knob
+    high
+        bounds, numbers or one a knob
+
+    Returns
+    -------
+    np.ndarray
+        values within the bounds with exactly that mean
+    """
     low, high = np.broadcast_to(low, raw.shape), np.broadcast_to(high, raw.shape)
     corners = np.unique(np.concatenate([low - raw, high - raw]))
     means = np.array([np.average(np.clip(raw + c, low, high), weights=weights) for c in corners])
@@ -62,7 +106,28 @@ def inverse_sensitivity(
     low, high,          # bounds, numbers or one a knob
     gamma:float=1.,     # 0: uniform; larger: the most robust carry more of it
 )->np.ndarray:          # values within the bounds with exactly that mean
-    "The classic rule: from the upper bound for the most robust to the lower one for the most sensitive, then all shifted alike; what broke the model stays at the lower one. Source: fasterai 0.3"
+    """The classic rule: from the upper bound for the most robust to the lower one for the most sensitive, then all shifted alike; what broke the model stays at the lower one. Source: fasterai 0.3
+
+    Parameters
+    ----------
+    damages
+        of each knob
+    weights : np.ndarray
+        weights behind each knob
+    target : float
+        wanted weighted mean, within reach
+    low
+        bounds, numbers or one a knob
+    high
+        bounds, numbers or one a knob
+    gamma : float, default 1.
+        0: uniform; larger: the most robust carry more of it
+
+    Returns
+    -------
+    np.ndarray
+        values within the bounds with exactly that mean
+    """
     high = np.where(np.isfinite(damages), high, low)
     return shift_to_mean(low + (high - low)*(1 - _scaled(damages))**gamma, weights, target, low, high)
 
@@ -75,7 +140,27 @@ def to_layer_targets(self:SensitivityResult,
     gamma=1.0,      # 0: uniform; larger: the most robust layers carry more of it
     by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->LayerTargets:
-    "Less for the sensitive, more for the robust, with the mean `target_pct`. Raises ValueError if that is out of reach, or if there is no such objective"
+    """Less for the sensitive, more for the robust, with the mean `target_pct`. Raises ValueError if that is out of reach, or if there is no such objective
+
+    Parameters
+    ----------
+    model
+        model that was measured, for the sizes of its layers
+    target_pct : default 50
+        weighted mean over the layers, percent
+    min_pct : default 0
+        least for any layer
+    max_pct : default 90
+        most for any layer
+    gamma : default 1.0
+        0: uniform; larger: the most robust layers carry more of it
+    by : default None
+        damage to the "metric" or the "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    LayerTargets
+    """
     if in_bits(self.compression_type): raise ValueError("a quantization result has no percent targets; to_bit_plan turns a sweep over bits into a plan")
     if isinstance(gamma, bool) or not isinstance(gamma, Real) or not 0 <= gamma < math.inf: raise ValueError(f"gamma is a number, 0 or more; got {gamma!r}")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
@@ -105,11 +190,28 @@ def _scaled(deltas:list)->np.ndarray:
 # %% ../../nbs/plans/01_targets.ipynb #2ae474b6
 @dataclass(frozen=True)
 class Curve:
-    "Damage of one knob over percent, from (0, 0), never falling"
+    """Damage of one knob over percent, from (0, 0), never falling
+
+    Parameters
+    ----------
+    pct : np.ndarray
+        levels, rising
+    delta : np.ndarray
+        damage at each
+    """
     pct:np.ndarray    # levels, rising
     delta:np.ndarray  # damage at each
     def reach(self, tolerance:float)->float:
-        "Highest percent with damage of at most `tolerance`, between levels by straight lines"
+        """Highest percent with damage of at most `tolerance`, between levels by straight lines
+
+        Parameters
+        ----------
+        tolerance : float
+
+        Returns
+        -------
+        float
+        """
         i = int(np.searchsorted(self.delta, tolerance, side="right")) - 1
         if i < 0 or i == len(self.pct)-1: return float(self.pct[max(i, 0)])
         share = (tolerance - self.delta[i])/(self.delta[i+1] - self.delta[i])
@@ -118,7 +220,17 @@ class Curve:
 def curve_of(
     levels:dict, # percent -> damage
 )->Curve:
-    "Damage curve up to the first level at which the metric was not finite"
+    """Damage curve up to the first level at which the metric was not finite
+
+    Parameters
+    ----------
+    levels : dict
+        percent -> damage
+
+    Returns
+    -------
+    Curve
+    """
     pct, delta = [0.], [0.]
     for p, d in sorted(levels.items()):
         if not math.isfinite(d): break
@@ -134,7 +246,25 @@ def to_layer_targets(self:SweepResult,
     max_pct=90,     # most for any layer; no layer goes beyond the last level measured for it
     by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->LayerTargets:
-    "The plan with the mean `target_pct` of least total rise of the objective; for a metric, all layers go as far as one common damage allows. Raises ValueError if that is out of reach, or if there is no such objective"
+    """The plan with the mean `target_pct` of least total rise of the objective; for a metric, all layers go as far as one common damage allows. Raises ValueError if that is out of reach, or if there is no such objective
+
+    Parameters
+    ----------
+    model
+        model that was measured, for the sizes of its layers
+    target_pct : default 50
+        weighted mean over the layers, percent
+    min_pct : default 0
+        least for any layer
+    max_pct : default 90
+        most for any layer; no layer goes beyond the last level measured for it
+    by : default None
+        damage to the "metric" or the "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    LayerTargets
+    """
     if in_bits(self[0].compression_type): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     by = plan_basis([row for r in self for row in r.layers], by)
@@ -174,7 +304,20 @@ def hull(
     x:np.ndarray, # rising
     y:np.ndarray, # values there
 )->list:          # positions of the corners
-    "The lower convex hull of a curve. Source: Andrew 1979"
+    """The lower convex hull of a curve. Source: Andrew 1979
+
+    Parameters
+    ----------
+    x : np.ndarray
+        rising
+    y : np.ndarray
+        values there
+
+    Returns
+    -------
+    list
+        positions of the corners
+    """
     keep = []
     for i in range(len(x)):
         while len(keep) > 1 and (y[keep[-1]] - y[keep[-2]])*(x[i] - x[keep[-1]]) >= (y[i] - y[keep[-1]])*(x[keep[-1]] - x[keep[-2]]): keep.pop()
@@ -186,7 +329,22 @@ def least_total(
     weights:np.ndarray, # weights behind each unit
     target:float,       # wanted mean of x over the weights, within reach of the curves
 )->np.ndarray:          # x of each unit
-    "The mean `target` with the least sum of y, on the lower convex hulls: all units go on to one common slope, the rise of y for one more weight"
+    """The mean `target` with the least sum of y, on the lower convex hulls: all units go on to one common slope, the rise of y for one more weight
+
+    Parameters
+    ----------
+    curves : list
+        (x, y) of each unit, arrays, x rising
+    weights : np.ndarray
+        weights behind each unit
+    target : float
+        wanted mean of x over the weights, within reach of the curves
+
+    Returns
+    -------
+    np.ndarray
+        x of each unit
+    """
     at, pieces = np.array([x[0] for x, _ in curves], float), []   # pieces of (slope, unit, width)
     for i, (x, y) in enumerate(curves):
         corners = hull(x, y)
@@ -216,7 +374,20 @@ def predict(self:SweepResult,
     plan,        # layer name -> percent or bits; coupled layers have one level
     by="metric", # "metric", or "objective": its rise over the untouched model
 )->float:        # NaN if a layer broke the model; beyond the last level the damage is that of the last
-    "What to expect of the whole model if the damages of its layers added up; a gain counts as noise, so it is never better than untouched. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree"
+    """What to expect of the whole model if the damages of its layers added up; a gain counts as noise, so it is never better than untouched. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree
+
+    Parameters
+    ----------
+    plan
+        layer name -> percent or bits; coupled layers have one level
+    by : default "metric"
+        "metric", or "objective": its rise over the untouched model
+
+    Returns
+    -------
+    float
+        NaN if a layer broke the model; beyond the last level the damage is that of the last
+    """
     bits, at, alias = in_bits(self[0].compression_type), {}, {m: row.name for r in self for row in r.layers for m in row.group_members}
     if getattr(plan, "unit", unit := "bits" if bits else "percent") != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
     check_method(plan, self[0].compression_type)

@@ -41,7 +41,31 @@ def allowed_drop(
     higher_is_better:bool=True, # direction of the metric
     metric_name:str="metric", # for messages
 )->float:          # in units of the metric
-    "Most that the metric may get worse. Raises ValueError unless exactly one is given and makes sense"
+    """Most that the metric may get worse. Raises ValueError unless exactly one is given and makes sense
+
+    Parameters
+    ----------
+    task
+        a name in `allowed_points`, or None
+    baseline : float
+        metric of the untouched model
+    max_drop : default None
+        or: most that the metric may get worse, in its own units
+    max_drop_pct : default None
+        or: the same in percent of the baseline
+    full_scale : default None
+        of the metric, 100 points; None: 1 for a baseline up to 1, 100 for one up to 100, where higher
+        is better
+    higher_is_better : bool, default True
+        direction of the metric
+    metric_name : str, default "metric"
+        for messages
+
+    Returns
+    -------
+    float
+        in units of the metric
+    """
     if sum(v is not None for v in (task, max_drop, max_drop_pct)) != 1: raise ValueError("give one of task, max_drop (in units of the metric) and max_drop_pct (percent of the baseline)")
     if full_scale is not None and (isinstance(full_scale, bool) or not isinstance(full_scale, Real) or not 0 < full_scale < math.inf): raise ValueError(f"full_scale is a number above 0, what 100 points of the metric are; got {full_scale!r}")
     if full_scale is not None and task is None: raise ValueError("full_scale is what 100 points are, for the drop that a task allows; leave it out")
@@ -58,13 +82,48 @@ def guessed_scale(
     baseline:float, # metric of the untouched model
     higher_is_better:bool=True, # direction of the metric
 )->int|None:        # 1 or 100; None: it does not tell
-    "The full scale of a metric, from its baseline"
+    """The full scale of a metric, from its baseline
+
+    Parameters
+    ----------
+    baseline : float
+        metric of the untouched model
+    higher_is_better : bool, default True
+        direction of the metric
+
+    Returns
+    -------
+    int|None
+        1 or 100; None: it does not tell
+    """
     return (1 if baseline <= 1 else 100) if higher_is_better and 0 <= baseline <= 100 else None
 
 # %% ../../nbs/plans/12_verdicts.ipynb #378cd48b
 @dataclass(repr=False)
 class CompressionTarget:
-    "How much may be lost, and the size to take"
+    """How much may be lost, and the size to take
+
+    Parameters
+    ----------
+    allowed_drop : float
+        in units of the metric
+    baseline : float
+        metric of the untouched model
+    worst_metric : float
+        that is still allowed
+    task : str|None, default None
+        what it is for, if it was named
+    point : SizePoint|None, default None
+        the size to take; None if there is no curve, or no size on it is within
+    expected_metric : float|None, default None
+        at that size; never better than the untouched model
+    expected_ci : tuple|None, default None
+        its 95 % interval
+    advice : str, default ""
+        what to do
+    higher_is_better : bool, default True
+        direction of the metric
+    """
     allowed_drop:float      # in units of the metric
     baseline:float          # metric of the untouched model
     worst_metric:float      # that is still allowed
@@ -88,7 +147,32 @@ def recommend_compression_target(
     full_scale=None,   # of the metric, 100 points; None: 1 for a baseline up to 1, 100 for one up to 100, where higher is better
     sure:bool=True,    # take only sizes whose whole interval is within the allowed drop
 )->CompressionTarget:
-    "The allowed drop and, on a curve, the smallest size within it. Raises ValueError for what makes no sense"
+    """The allowed drop and, on a curve, the smallest size within it. Raises ValueError for what makes no sense
+
+    Parameters
+    ----------
+    task : default None
+        a name in `allowed_points`; None: `max_drop` or `max_drop_pct` says it
+    baseline : default None
+        metric of the untouched model; None: that of `curve`
+    curve : default None
+        a `DegradationResult`
+    max_drop : default None
+        most that the metric may get worse, in its own units
+    max_drop_pct : default None
+        the same in percent of the baseline
+    higher_is_better : default None
+        direction of the metric; None: that of `curve`, else True
+    full_scale : default None
+        of the metric, 100 points; None: 1 for a baseline up to 1, 100 for one up to 100, where higher
+        is better
+    sure : bool, default True
+        take only sizes whose whole interval is within the allowed drop
+
+    Returns
+    -------
+    CompressionTarget
+    """
     if baseline is None and curve is None: raise ValueError("give the baseline, or a curve that has it")
     if curve is not None and not isinstance(curve, DegradationResult): raise TypeError(f"curve is what analyze_degradation returned; got {type(curve).__name__}")
     base = curve.baseline_metric if baseline is None else baseline
@@ -118,7 +202,22 @@ def identify_critical_layers(
     n:int|None=None,   # how many; None: all
     *, min_drop=None,  # only those whose damage is above this, in units of the metric
 )->list:               # layer names, most sensitive first; of coupled layers the first
-    "The layers that compression hurts most. Raises TypeError for a wrong kind, ValueError for a `min_drop` that is no number"
+    """The layers that compression hurts most. Raises TypeError for a wrong kind, ValueError for a `min_drop` that is no number
+
+    Parameters
+    ----------
+    result
+        `SensitivityResult` or `SweepResult`
+    n : int|None, default None
+        how many; None: all
+    min_drop : default None
+        only those whose damage is above this, in units of the metric
+
+    Returns
+    -------
+    list
+        layer names, most sensitive first; of coupled layers the first
+    """
     if not isinstance(result, SensitivityResult | SweepResult): raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
     if min_drop is not None and (isinstance(min_drop, bool) or not isinstance(min_drop, Real) or math.isnan(min_drop)): raise ValueError(f"min_drop is a number, in units of the metric; got {min_drop!r}")
     worst = {}
@@ -130,7 +229,35 @@ def identify_critical_layers(
 # %% ../../nbs/plans/12_verdicts.ipynb #9ec349c2
 @dataclass(repr=False)
 class Validation:
-    "Whether a compressed model keeps to its target: `if validation: ...`"
+    """Whether a compressed model keeps to its target: `if validation: ...`
+
+    Parameters
+    ----------
+    verdict : str
+        "passes", "fails" or "not enough data to tell"
+    metric : float
+        of the compressed model
+    baseline_metric : float
+        of the untouched model, on the same data
+    drop : float
+        positive when the metric got worse
+    allowed_drop : float
+        most that it may be
+    stderr : float|None, default None
+        standard error of the drop; None if `eval_fn` returns one number
+    ci : tuple|None, default None
+        its 95 % interval
+    n : int|None, default None
+        samples; of tokens the sequences
+    more_samples : int|None, default None
+        about how many more would tell, if the drop stays what it is; None if that is not the question
+    metric_name : str, default "accuracy"
+        for display
+    advice : list, default list()
+        what to do
+    no_ci : str|None, default None
+        why there is no interval; None if there is one
+    """
     verdict:str           # "passes", "fails" or "not enough data to tell"
     metric:float          # of the compressed model
     baseline_metric:float # of the untouched model, on the same data
@@ -158,7 +285,23 @@ def find_verdict(
     allowed:float, # most that it may be
     n:int|None=None, # samples; None: there is only the drop
 )->str:
-    "Whether the drop is within what is allowed, as far as one can tell"
+    """Whether the drop is within what is allowed, as far as one can tell
+
+    Parameters
+    ----------
+    drop : float
+        measured
+    ci
+        its 95 % interval, or None
+    allowed : float
+        most that it may be
+    n : int|None, default None
+        samples; None: there is only the drop
+
+    Returns
+    -------
+    str
+    """
     low, high = ci or ((-math.inf, math.inf) if n else (drop, drop))
     if not math.isfinite(drop) or low > allowed + slack: return "fails"
     return "passes" if high <= allowed + slack else "not enough data to tell"
@@ -168,7 +311,22 @@ def samples_needed(
     allowed:float,  # most that the drop may be
     n:int,          # samples there are
 )->int|None:        # None if a billion do not suffice
-    "How many samples it takes until the allowed drop lies outside the interval"
+    """How many samples it takes until the allowed drop lies outside the interval
+
+    Parameters
+    ----------
+    ci_of : Callable
+        number of samples -> 95 % interval of the drop, which gets narrower
+    allowed : float
+        most that the drop may be
+    n : int
+        samples there are
+
+    Returns
+    -------
+    int|None
+        None if a billion do not suffice
+    """
     def tells(m): return not ci_of(m)[0] <= allowed + slack < ci_of(m)[1]
     most = n
     while not tells(most):
@@ -185,7 +343,18 @@ def _n_nonzero(t)->int:
 def weights_left(
     model:nn.Module, # any model
 )->tuple:            # how many, how many bytes
-    "The weights that are not zero, biases and statistics left aside, each once"
+    """The weights that are not zero, biases and statistics left aside, each once
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    tuple
+        how many, how many bytes
+    """
     tensors = [s for p in model.parameters() if p.dim() > 1 for s in stored(p)]
     found = [(_n_nonzero(t), t.element_size()) for t in unseen(tensors, set())]
     return sum(n for n, _ in found), sum(n*size for n, size in found)
@@ -194,7 +363,15 @@ def check_swapped(
     compressed, # as the user gave it
     original,   # as the user gave it
 ):
-    "Raises ValueError if the two look swapped, TypeError if the first is no model"
+    """Raises ValueError if the two look swapped, TypeError if the first is no model
+
+    Parameters
+    ----------
+    compressed
+        as the user gave it
+    original
+        as the user gave it
+    """
     order = "the compressed model comes first, then the original"
     model = compressed.model if isinstance(compressed, Compressed) else compressed
     if not isinstance(model, nn.Module):
@@ -217,7 +394,30 @@ def validate_compression_target(
     metric_name:str="accuracy", # for display
     sensitivities=None,   # `SensitivityResult` or `SweepResult`: to say which layers to relax
 )->Validation:            # true only if it passes
-    "Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, models that look swapped, or if the samples differ; TypeError for a wrong kind"
+    """Whether a compressed model keeps to its target. Raises ValueError for a baseline that is not finite, an allowed drop that makes no sense, models that look swapped, or if the samples differ; TypeError for a wrong kind
+
+    Parameters
+    ----------
+    compressed
+        the compressed model, or what `compress_to_size` returned
+    original
+        the untouched model; or what `eval_fn` returned for it
+    eval_fn : Callable
+        model -> number or, better, per-sample scores, on data not used for choosing
+    allowed
+        most that the metric may get worse, in its own units; a task; or a `CompressionTarget`
+    higher_is_better : default None
+        direction of the metric; None: that of the `CompressionTarget`, else True
+    metric_name : str, default "accuracy"
+        for display
+    sensitivities : default None
+        `SensitivityResult` or `SweepResult`: to say which layers to relax
+
+    Returns
+    -------
+    Validation
+        true only if it passes
+    """
     eval_fn = as_eval_fn(eval_fn, higher_is_better=getattr(allowed, "higher_is_better", higher_is_better in (None, True)))
     check_swapped(compressed, original)
     model, plan = (compressed.model, compressed.plan) if isinstance(compressed, Compressed) else (compressed, None)
@@ -239,7 +439,20 @@ def advise(
     v:Validation,  # to be explained
     critical:list, # layers that could be compressed less
 )->list:           # sentences
-    "What to do next"
+    """What to do next
+
+    Parameters
+    ----------
+    v : Validation
+        to be explained
+    critical : list
+        layers that could be compressed less
+
+    Returns
+    -------
+    list
+        sentences
+    """
     relax = f"compress {', '.join(critical)} less" if critical else "compress less, above all the most sensitive layers (pass sensitivities to have them named)"
     if v.verdict == "fails": return [f"{relax}; or fine-tune, or take a larger size"] + ["the metric is not a number any more"]*(not math.isfinite(v.drop))
     if v.verdict == "passes": return [] if v.ci else ["one number does not say how sure this is; let eval_fn return a score for each sample"]

@@ -37,7 +37,18 @@ from ..measure.learner import learner_eval
 def digits(
     size:int=32, # width and height in pixels
 )->tuple:        # three `TensorDataset`: training 1200, validation 297, test 300
-    "scikit-learn's handwritten digits as `[n, 3, size, size]`, values 0..1"
+    """scikit-learn's handwritten digits as `[n, 3, size, size]`, values 0..1
+
+    Parameters
+    ----------
+    size : int, default 32
+        width and height in pixels
+
+    Returns
+    -------
+    tuple
+        three `TensorDataset`: training 1200, validation 297, test 300
+    """
     data = load_digits()
     images = torch.tensor(data.images/16, dtype=torch.float32)
     grey = F.interpolate(images[:, None], size, mode="bilinear", align_corners=False)
@@ -55,7 +66,26 @@ def digits_learner(
     lr:float=5e-3,    # largest learning rate of the one-cycle policy
     device="cpu",     # where to train
 )->Learner:           # with `dls.train`, `dls.valid`, and the test set as `dls[2]`
-    "A fastai Learner for the digits, trained in seconds"
+    """A fastai Learner for the digits, trained in seconds
+
+    Parameters
+    ----------
+    epochs : int, default 5
+        of training; 0 gives an untrained model
+    seed : int, default 0
+        for weights and order of the data
+    arch : Callable, default resnet18
+        called with `num_classes=10`
+    lr : float, default 5e-3
+        largest learning rate of the one-cycle policy
+    device : default "cpu"
+        where to train
+
+    Returns
+    -------
+    Learner
+        with `dls.train`, `dls.valid`, and the test set as `dls[2]`
+    """
     set_seed(seed)
     dls = DataLoaders.from_dsets(*digits(), bs=64, device=device)
     model = arch(num_classes=10)
@@ -70,7 +100,21 @@ def one_shot_accuracy(
     plan,             # percent, or `LayerTargets`
     evaluate:Callable, # model -> per-sample scores
 )->float:
-    "Accuracy right after the plan is applied"
+    """Accuracy right after the plan is applied
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    plan
+        percent, or `LayerTargets`
+    evaluate : Callable
+        model -> per-sample scores
+
+    Returns
+    -------
+    float
+    """
     with leave_no_trace(learn.model):
         Sparsifier(learn.model).sparsify_model(plan)
         return evaluate(learn.model).mean().item()
@@ -82,7 +126,26 @@ def fine_tuned_accuracy(
     epochs:int=2,  # of fine-tuning
     lr:float=1e-3, # largest learning rate
 )->tuple:          # accuracy, percent of zeros in the compressible layers
-    "Accuracy and sparsity after fine-tuning with the plan"
+    """Accuracy and sparsity after fine-tuning with the plan
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    plan
+        percent, or `LayerTargets`
+    evaluate : Callable
+        model -> per-sample scores
+    epochs : int, default 2
+        of fine-tuning
+    lr : float, default 1e-3
+        largest learning rate
+
+    Returns
+    -------
+    tuple
+        accuracy, percent of zeros in the compressible layers
+    """
     with leave_no_trace(learn.model):
         set_seed(1)
         cb = SparsifyCallback(plan)
@@ -99,7 +162,24 @@ def compare_plans(
     evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     epochs:int=2,      # of fine-tuning
 )->pd.DataFrame:       # one row per plan
-    "Accuracy of every plan, in one shot and fine-tuned, with the sparsity that was reached"
+    """Accuracy of every plan, in one shot and fine-tuned, with the sparsity that was reached
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    plans : dict
+        name -> percent or `LayerTargets`
+    evaluate : Callable
+        model -> per-sample scores, on data that no plan has seen
+    epochs : int, default 2
+        of fine-tuning
+
+    Returns
+    -------
+    pd.DataFrame
+        one row per plan
+    """
     rows = {}
     for name, plan in plans.items():
         tuned, sparsity = fine_tuned_accuracy(learn, plan, evaluate, epochs)
@@ -116,7 +196,19 @@ def size_and_speed(
     model,  # any model
     images, # a batch to time it on
 )->dict:
-    "Parameters and multiply-accumulates for one image in millions, milliseconds for the batch"
+    """Parameters and multiply-accumulates for one image in millions, milliseconds for the batch
+
+    Parameters
+    ----------
+    model
+        any model
+    images
+        a batch to time it on
+
+    Returns
+    -------
+    dict
+    """
     macs, _, _ = count_flops_params(model, images[:1], verbose=False)
     seconds = latency(model, images, runs=10)
     return {
@@ -130,7 +222,20 @@ def uniform_of_size(
     learn:Learner, # trained; comes back as it was
     plan:LayerTargets, # for pruning
 )->int:            # percent
-    "The percentage of every group that leaves about as many parameters as `plan`"
+    """The percentage of every group that leaves about as many parameters as `plan`
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    plan : LayerTargets
+        for pruning
+
+    Returns
+    -------
+    int
+        percent
+    """
     image = learn.dls.valid_ds.tensors[0][:1]
     def params(plan):
         with leave_no_trace(learn.model):
@@ -151,7 +256,26 @@ def compare_pruned(
     epochs:int=2,      # of fine-tuning with `PruneCallback`
     lr:float=1e-3,     # largest learning rate
 )->pd.DataFrame:       # one row per plan, and one for the model as it is
-    "Size, speed and accuracy of every plan, in one shot and fine-tuned"
+    """Size, speed and accuracy of every plan, in one shot and fine-tuned
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    plans : dict
+        name -> percent or `LayerTargets`
+    evaluate : Callable
+        model -> per-sample scores, on data that no plan has seen
+    epochs : int, default 2
+        of fine-tuning with `PruneCallback`
+    lr : float, default 1e-3
+        largest learning rate
+
+    Returns
+    -------
+    pd.DataFrame
+        one row per plan, and one for the model as it is
+    """
     images = learn.dls.valid_ds.tensors[0]
     def accuracy_of(): return evaluate(learn.model).mean().item()
     with leave_no_trace(learn.model):
@@ -177,7 +301,24 @@ def analyse(
     levels=(50, 70, 80, 90), # of sparsity, percent
     channels=(20, 40, 60, 80), # of pruning, percent
 )->tuple:          # sweep over sparsity, result for 3 bits, sweep over pruning
-    "Sparsity and pruning at several levels, and weights in 3 bits; tables and plots are saved in `out`"
+    """Sparsity and pruning at several levels, and weights in 3 bits; tables and plots are saved in `out`
+
+    Parameters
+    ----------
+    learn : Learner
+        trained
+    out : Path
+        folder for plots and tables
+    levels : default (50, 70, 80, 90)
+        of sparsity, percent
+    channels : default (20, 40, 60, 80)
+        of pruning, percent
+
+    Returns
+    -------
+    tuple
+        sweep over sparsity, result for 3 bits, sweep over pruning
+    """
     out.mkdir(parents=True, exist_ok=True)
     analyzer = SensitivityAnalyzer.from_learner(learn)
     sweep = analyzer.sweep("sparsity", levels)
@@ -200,7 +341,21 @@ def print_sparse(
     evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     pct:float,         # target sparsity, percent
 ):
-    "Targets for sparsity, and what they do"
+    """Targets for sparsity, and what they do
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    sweep : SweepResult
+        over sparsity
+    out : Path
+        folder for the targets
+    evaluate : Callable
+        model -> per-sample scores, on data that no plan has seen
+    pct : float
+        target sparsity, percent
+    """
     one = sweep[-1].to_layer_targets(learn.model, pct)
     curves = sweep.to_layer_targets(learn.model, pct)
     one.to_json(out/"targets.json")
@@ -224,7 +379,21 @@ def print_pruned(
     evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     pct:float,         # target for the channels, percent
 ):
-    "Targets for pruning, and what they do"
+    """Targets for pruning, and what they do
+
+    Parameters
+    ----------
+    learn : Learner
+        trained; comes back as it was
+    sweep : SweepResult
+        over pruning
+    out : Path
+        folder for the targets
+    evaluate : Callable
+        model -> per-sample scores, on data that no plan has seen
+    pct : float
+        target for the channels, percent
+    """
     curves = sweep.to_layer_targets(learn.model, pct)
     curves.to_json(out/"pruning_targets.json")
     print(f"\nTargets for {pct:g} % of the channels, from curves; coupled layers share one:\n")
@@ -242,7 +411,19 @@ def print_demo(
     channels:float=50, # target for pruning, percent
     epochs:int=5,      # of training
 ):
-    "Train, analyse, set targets and compare the plans, on the digits"
+    """Train, analyse, set targets and compare the plans, on the digits
+
+    Parameters
+    ----------
+    out : default "demo_output"
+        folder for plots and tables
+    pct : float, default 80
+        target sparsity, percent
+    channels : float, default 50
+        target for pruning, percent
+    epochs : int, default 5
+        of training
+    """
     print("Training ResNet-18 on scikit-learn's digits ...")
     learn, out = digits_learner(epochs), Path(out)
     evaluate = learner_eval(learn, dl=learn.dls[2])

@@ -43,7 +43,18 @@ decades = 3   # of damage that colours tell apart
 def largest_damage(
     deltas, # damages, may hold NaN and infinity
 )->float:   # 1 if there is no damage
-    "The largest finite damage"
+    """The largest finite damage
+
+    Parameters
+    ----------
+    deltas
+        damages, may hold NaN and infinity
+
+    Returns
+    -------
+    float
+        1 if there is no damage
+    """
     values = np.asarray(deltas, float)
     finite = values[np.isfinite(values)]
     return float(finite.max(initial=0.)) or 1.
@@ -51,7 +62,18 @@ def largest_damage(
 def shares(
     deltas, # damages, may hold NaN and infinity
 )->np.ndarray: # 0 (robust) .. 1 (fragile)
-    "Damages on a log scale: 1 is the largest finite one or no number at all, 0 is a thousandth of that or less"
+    """Damages on a log scale: 1 is the largest finite one or no number at all, 0 is a thousandth of that or less
+
+    Parameters
+    ----------
+    deltas
+        damages, may hold NaN and infinity
+
+    Returns
+    -------
+    np.ndarray
+        0 (robust) .. 1 (fragile)
+    """
     values = np.asarray(deltas, float)
     top = largest_damage(values)
     bottom = top/10**decades
@@ -64,7 +86,15 @@ def new_axes(
     figsize, # width and height in inches
     ax=None, # Axes to draw into; None: new ones
 ):
-    "Axes to draw into"
+    """Axes to draw into
+
+    Parameters
+    ----------
+    figsize
+        width and height in inches
+    ax : default None
+        Axes to draw into; None: new ones
+    """
     if ax is not None: return ax
     import matplotlib.pyplot as plt
     return plt.subplots(figsize=figsize, layout="constrained")[1]
@@ -107,7 +137,20 @@ def fold_names(
     names:list, # of layers, in model order
     most:int,   # how many fit, if they are evenly spread
 )->list:        # of (text, first position, last position)
-    "The names, or where they do not fit those of blocks, with the number of their layers"
+    """The names, or where they do not fit those of blocks, with the number of their layers
+
+    Parameters
+    ----------
+    names : list
+        of layers, in model order
+    most : int
+        how many fit, if they are evenly spread
+
+    Returns
+    -------
+    list
+        of (text, first position, last position)
+    """
     deepest = max(name.count(".") for name in names)
     for depth in range(deepest + 1, 0, -1):
         blocks = _blocks(names, depth)
@@ -133,7 +176,17 @@ def name_layers(
     names:list, # of the layers
     **text,     # how labels are set, such as `rotation`
 ):
-    "Label an axis with layers, or with blocks of them where there are more than fit"
+    """Label an axis with layers, or with blocks of them where there are more than fit
+
+    Parameters
+    ----------
+    axis
+        `ax.xaxis` or `ax.yaxis`, with a layer at 0, 1, 2, ...
+    names : list
+        of the layers
+    **text
+        how labels are set, such as `rotation`
+    """
     if not names: return
     length = _length(axis)
     fit = int(length/least_damage/line_height)
@@ -190,7 +243,19 @@ def plot(self:SensitivityResult,
 ):                   # matplotlib Axes
     """Bar chart of the damage to each layer, from pale (robust) to dark (fragile) on a log scale
 
-    A bar is grey where its interval holds 0, and blue with hatches where the metric is not finite."""
+    A bar is grey where its interval holds 0, and blue with hatches where the metric is not finite.
+
+    Parameters
+    ----------
+    figsize : default (12, 5)
+        width and height in inches, if `ax` is None
+    ax : default None
+        Axes to draw into
+
+    Returns
+    -------
+    matplotlib Axes
+    """
     rows, ax = self.ranked, new_axes(figsize, ax)
     places = range(len(rows))
     delta = np.array([r.delta for r in rows], float)
@@ -416,7 +481,19 @@ def plot(self:SweepResult,
 ):                   # array of two matplotlib Axes: heat map, curves
     """Heat map and curves of the damage over the levels
 
-    Raises ValueError if nothing was measured, or no objective was recorded."""
+    Raises ValueError if nothing was measured, or no objective was recorded.
+
+    Parameters
+    ----------
+    figsize : default None
+        width and height in inches; None: 12, and what the names of the layers need
+    by : default "metric"
+        "metric" or "objective"
+
+    Returns
+    -------
+    array of two matplotlib Axes: heat map, curves
+    """
     measured = [row for result in self for row in result.layers if row.prunable]
     by, first = plan_basis(measured, by), self[0]
     names = list(_shown(self).values())
@@ -494,7 +571,22 @@ def plot(self:DegradationResult,
     figsize=(8, 4),  # width and height in inches, if `ax` is None
     ax=None,         # Axes to draw into
 ):                   # matplotlib Axes
-    "The metric at each size, with what may be lost"
+    """The metric at each size, with what may be lost
+
+    Parameters
+    ----------
+    allowed : default None
+        drop that is allowed, or label -> such a drop, in units of the metric; None: those of the tasks
+        in `allowed_points`, where the baseline tells the scale
+    figsize : default (8, 4)
+        width and height in inches, if `ax` is None
+    ax : default None
+        Axes to draw into
+
+    Returns
+    -------
+    matplotlib Axes
+    """
     ax = new_axes(figsize, ax)
     good = [p for p in self.points if math.isfinite(p.metric)]
     sizes = [p.size_pct for p in good]
@@ -524,7 +616,27 @@ def plot_predicted(
     figsize=(6, 4.5), # width and height in inches, if `ax` is None
     ax=None,         # Axes to draw into
 ):                   # matplotlib Axes
-    "Measured over expected metric, a point for each plan. Raises ValueError if no plan has both as finite numbers"
+    """Measured over expected metric, a point for each plan. Raises ValueError if no plan has both as finite numbers
+
+    Parameters
+    ----------
+    predicted : dict
+        name of a plan -> metric expected
+    measured : dict
+        name of a plan -> metric measured
+    metric_name : default "metric"
+        for the axes
+    singles : default ()
+        pairs of (expected, measured) for single layers
+    figsize : default (6, 4.5)
+        width and height in inches, if `ax` is None
+    ax : default None
+        Axes to draw into
+
+    Returns
+    -------
+    matplotlib Axes
+    """
     plans = {}
     for name, value in predicted.items():
         pair = value, measured.get(name, math.nan)
@@ -610,7 +722,20 @@ def plot(self:SearchResult,
 ):                     # array of two matplotlib Axes: ranking, expected and measured
     """All plans with what they lose and its 95 % interval, and the metric in the search over the one expected of them
 
-    Single layers of `sweep` are what they are expected to be."""
+    Single layers of `sweep` are what they are expected to be.
+
+    Parameters
+    ----------
+    sweep : default None
+        `SweepResult` of the same model and metric, to predict the plans from that use its method only;
+        None: only the returned plan has a prediction
+    figsize : default (12, 4.5)
+        width and height in inches
+
+    Returns
+    -------
+    array of two matplotlib Axes: ranking, expected and measured
+    """
     import matplotlib.pyplot as plt
     if sweep is not None: _check_same_metric(self, sweep)
     _, axes = plt.subplots(1, 2, figsize=figsize, layout="constrained")
@@ -631,7 +756,23 @@ def plot(self:Schedule,
     ax=None,         # Axes to draw into
     **kwargs,        # for the line: label, color, ...
 ):                   # matplotlib Axes
-    "The target over training"
+    """The target over training
+
+    Parameters
+    ----------
+    target : default 100
+        what a progress of 1 means, for the axis
+    figsize : default (5, 3)
+        width and height in inches, if `ax` is None
+    ax : default None
+        Axes to draw into
+    **kwargs
+        for the line: label, color, ...
+
+    Returns
+    -------
+    matplotlib Axes
+    """
     ax, x = new_axes(figsize, ax), np.linspace(0, 1, 501)
     if not {"color", "c"}.intersection(kwargs): kwargs["color"] = distinct[len(ax.lines) % len(distinct)]
     ax.plot(x, [target*self.progress(p) for p in x], **kwargs)
@@ -670,7 +811,19 @@ def plot(self:RecoveryResult,
     figsize=(7, 4),  # width and height in inches, if `ax` is None
     ax=None,         # Axes to draw into
 ):                   # matplotlib Axes
-    "The metric over the stages: fallen with each compression, up again with fine-tuning"
+    """The metric over the stages: fallen with each compression, up again with fine-tuning
+
+    Parameters
+    ----------
+    figsize : default (7, 4)
+        width and height in inches, if `ax` is None
+    ax : default None
+        Axes to draw into
+
+    Returns
+    -------
+    matplotlib Axes
+    """
     ax, rows, base = new_axes(figsize, ax), self.history, self.baseline_metric
     sign = 1 if self.higher_is_better else -1
     _draw_saw(ax, rows, base)

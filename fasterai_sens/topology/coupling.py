@@ -14,7 +14,15 @@ from ..methods.proof import channel_groups
 
 # %% ../../nbs/topology/00_coupling.ipynb #fe4557f0
 class ChannelDependency:
-    "The sets of layers whose output channels can only be removed together"
+    """The sets of layers whose output channels can only be removed together
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    dummy_input
+        an example input: a tensor, a tuple or a dict
+    """
     def __init__(self,
         model:nn.Module, # any model
         dummy_input,     # an example input: a tensor, a tuple or a dict
@@ -22,16 +30,34 @@ class ChannelDependency:
         self.groups = channel_groups(model, dummy_input)
     @property
     def dependency_sets(self)->list: # of sets of layer names, in model order
-        "Every compressible layer, in exactly one set; those in `unknown` alone, whatever they depend on"
+        """Every compressible layer, in exactly one set; those in `unknown` alone, whatever they depend on
+
+        Returns
+        -------
+        list
+            of sets of layer names, in model order
+        """
         return [set(g.members) for g in self.groups]
     @property
     def unknown(self)->dict: # layer name -> reason
-        "Layers of which torch-pruning could not tell what they depend on"
+        """Layers of which torch-pruning could not tell what they depend on
+
+        Returns
+        -------
+        dict
+            layer name -> reason
+        """
         return _reasons([g for g in self.groups if not g.parts])
     def export(self,
         path, # file to write
     ):
-        "Write a CSV file with one line for each set: its number, then its layers"
+        """Write a CSV file with one line for each set: its number, then its layers
+
+        Parameters
+        ----------
+        path
+            file to write
+        """
         rows = [["Dependency Set", "Layers"]]
         for i, group in enumerate(self.groups, 1):
             rows.append([f"Set {i}", *group.members])
@@ -49,7 +75,13 @@ def _reasons(
 
 # %% ../../nbs/topology/00_coupling.ipynb #8fbdaa95
 class UnsafeLayers(list):
-    "Names of layers; `reasons` says for each what stands in the way and what to do"
+    """Names of layers; `reasons` says for each what stands in the way and what to do
+
+    Parameters
+    ----------
+    reasons : dict
+        layer name -> reason
+    """
     def __init__(self,
         reasons:dict, # layer name -> reason
     ):
@@ -60,6 +92,19 @@ def not_safe_to_prune(
     model:nn.Module, # any model
     dummy_input,     # an example input: a tensor, a tuple or a dict
 )->UnsafeLayers:     # a list of layer names
-    "The layers whose output channels cannot be removed. Raises ValueError if torch-pruning cannot trace the model"
+    """The layers whose output channels cannot be removed. Raises ValueError if torch-pruning cannot trace the model
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    dummy_input
+        an example input: a tensor, a tuple or a dict
+
+    Returns
+    -------
+    UnsafeLayers
+        a list of layer names
+    """
     groups = channel_groups(model, dummy_input)
     return UnsafeLayers(_reasons([g for g in groups if g.reason]))

@@ -47,7 +47,15 @@ def mask_model(
     model:nn.Module, # changed in place
     masked:Masked,   # from `read_masks`
 ):
-    "Set to zero what the masks drop"
+    """Set to zero what the masks drop
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place
+    masked : Masked
+        from `read_masks`
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     found = []   # of (tensor, its mask)
     for name, mask in masked.masks.items():
@@ -146,7 +154,24 @@ def cut_by_masks(
     """Take out the channels that `masks` drop and set the other dropped weights to zero
 
     A mask is a tensor shaped like the weight, or a dictionary with "weight" and "bias". Raises KeyError, TypeError
-    and ValueError, and leaves the model as it was then."""
+    and ValueError, and leaves the model as it was then.
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place
+    masks
+        name of a layer or norm -> mask, or a file that `torch.load` reads
+    example_inputs
+        an input the model runs on: a tensor, a tuple or a dict
+    optimizer : default None
+        PyTorch's or fastai's; give the one that exists, or it goes on with the old parameters
+
+    Returns
+    -------
+    nn.Module
+        the same model
+    """
     if optimizer is not None: check_optimizer(optimizer)
     groups = channel_groups(model, example_inputs)
     masked = read_masks(masks, groups)

@@ -30,11 +30,29 @@ def _load(
     return dict(masks)
 
 def weight_mask(mask)->Tensor:
-    "The mask of the weight"
+    """The mask of the weight
+
+    Parameters
+    ----------
+    mask
+
+    Returns
+    -------
+    Tensor
+    """
     return mask["weight"] if isinstance(mask, Mapping) else mask
 
 def bias_mask(mask)->Tensor|None:
-    "The mask of the bias, if there is one"
+    """The mask of the bias, if there is one
+
+    Parameters
+    ----------
+    mask
+
+    Returns
+    -------
+    Tensor|None
+    """
     return mask.get("bias") if isinstance(mask, Mapping) else None
 
 def _check_mask(
@@ -111,7 +129,23 @@ def _channel_mask(
 # %% ../../nbs/topology/01_masks.ipynb #ca1dbff2
 @dataclass
 class Masked:
-    "What the masks say, in the terms of the graph"
+    """What the masks say, in the terms of the graph
+
+    Parameters
+    ----------
+    masks : dict
+        as they came
+    units : dict
+        name -> `Unit`, for those of layers
+    norms : dict
+        name -> norm, for the others
+    filters : dict
+        `Unit` -> for each filter whether it is kept, bool
+    inputs : dict
+        `Unit` -> for each input whether it is dropped, bool
+    channels : dict
+        norm -> for each channel whether it is kept, bool
+    """
     masks:dict    # as they came
     units:dict    # name -> `Unit`, for those of layers
     norms:dict    # name -> norm, for the others
@@ -149,7 +183,19 @@ def read_masks(
     masks,       # as `fix_mask_conflict` takes them
     groups:list, # of `ChannelGroup`, of the model
 )->Masked:
-    "The masks, checked. Raises KeyError, TypeError and ValueError"
+    """The masks, checked. Raises KeyError, TypeError and ValueError
+
+    Parameters
+    ----------
+    masks
+        as `fix_mask_conflict` takes them
+    groups : list
+        of `ChannelGroup`, of the model
+
+    Returns
+    -------
+    Masked
+    """
     masks = _load(masks)
     units, norms = _named(groups)
     for name in masks:
@@ -170,7 +216,20 @@ def channel_of(
     group:ChannelGroup, # of the unit
     unit:Unit,          # one of its layers
 )->Tensor:              # number of the root's channel for each row of its weight, -1: none
-    "Which channel of the group each filter of a layer is"
+    """Which channel of the group each filter of a layer is
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        of the unit
+    unit : Unit
+        one of its layers
+
+    Returns
+    -------
+    Tensor
+        number of the root's channel for each row of its weight, -1: none
+    """
     n = unit.filters.shape[0]
     root = group.graph.root(unit)
     part = next((p for p in group.parts if p.out and p.module is root), None)
@@ -300,7 +359,20 @@ def kept_channels(
     group:ChannelGroup, # layers that belong together
     masked:Masked,      # what the masks say
 )->Tensor:              # bool, for each channel of the root
-    "The channels that stay, because some layer keeps them or because of how they hang together"
+    """The channels that stay, because some layer keeps them or because of how they hang together
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        layers that belong together
+    masked : Masked
+        what the masks say
+
+    Returns
+    -------
+    Tensor
+        bool, for each channel of the root
+    """
     channels = {u: channel_of(group, u) for u in group.units}
     keep = _kept_by_masks(group, masked, channels)
     if not group.reason: keep &= ~_unread(group, masked.inputs)
@@ -384,7 +456,22 @@ def fix_mask_conflict(
     """Masks whose channels can be cut out
 
     A mask is a tensor shaped like the weight, or a dictionary with "weight" and "bias". Raises KeyError for an
-    unknown layer, ValueError for a mask that does not fit."""
+    unknown layer, ValueError for a mask that does not fit.
+
+    Parameters
+    ----------
+    masks
+        name of a layer or norm -> mask, or a file that `torch.load` reads
+    model : nn.Module
+        model the masks are for
+    dummy_input
+        an example input: a tensor, a tuple or a dict
+
+    Returns
+    -------
+    dict
+        new masks of the same form
+    """
     groups = channel_groups(model, dummy_input)
     masked = read_masks(masks, groups)
     keep = {g: kept_channels(g, masked) for g in groups}

@@ -26,13 +26,33 @@ from .wrappers import inner_model, plain_name
 def best_keepers(
     learn, # a fastai Learner
 )->list:
-    "Callbacks that keep what was best, such as `SaveModelCallback`"
+    """Callbacks that keep what was best, such as `SaveModelCallback`
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+
+    Returns
+    -------
+    list
+    """
     return [cb for cb in learn.cbs if keeps_best(cb)]
 
 def keeps_best(
     cb, # a callback
 )->bool:
-    "Whether a tracker neither stops the fit nor changes the learning rate, nor saves each epoch"
+    """Whether a tracker neither stops the fit nor changes the learning rate, nor saves each epoch
+
+    Parameters
+    ----------
+    cb
+        a callback
+
+    Returns
+    -------
+    bool
+    """
     if not isinstance(cb, TrackerCallback): return False
     if isinstance(cb, EarlyStoppingCallback | ReduceLROnPlateau): return False
     return not getattr(cb, "every_epoch", False)
@@ -40,7 +60,13 @@ def keeps_best(
 def restart_trackers(
     learn, # a fastai Learner
 ):
-    "Whatever was best so far does not count"
+    """Whatever was best so far does not count
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    """
     for cb in learn.cbs:
         if not isinstance(cb, TrackerCallback) or getattr(cb, "every_epoch", False): continue
         lower_is_better = cb.comp == np.less
@@ -75,7 +101,13 @@ def check_others(self:CompressionCallback):
 def advance(self:CompressionCallback,
     pct_train:float, # share of training that is done, 0..1
 ):
-    "Compress as much as the schedule asks for by then"
+    """Compress as much as the schedule asks for by then
+
+    Parameters
+    ----------
+    pct_train : float
+        share of training that is done, 0..1
+    """
 
 @patch
 def off(self:CompressionCallback)->bool:
@@ -89,7 +121,12 @@ def compress(self:CompressionCallback):
 # %% ../../nbs/train/03_beside.ipynb #7fe4588c
 @patch
 def __call__(self:CompressionCallback, event_name):
-    "Run an event; a learning rate finder that was interrupted has left the callback switched off"
+    """Run an event; a learning rate finder that was interrupted has left the callback switched off
+
+    Parameters
+    ----------
+    event_name
+    """
     if event_name == "before_fit":
         self.run = True
         vars(self).pop("order", None)
@@ -166,7 +203,13 @@ def after_train(self:CompressionCallback):
 
 @patch
 def units_now(self:CompressionCallback)->list: # of `Unit`
-    "The compressed layers in the learner's model, which another callback may have replaced"
+    """The compressed layers in the learner's model, which another callback may have replaced
+
+    Returns
+    -------
+    list
+        of `Unit`
+    """
     model, units = inner_model(self.learn.model), self.units_of_fit()
     if model is self.model_of_fit: return units
     others = by_name(all_units(model)[0])
@@ -179,7 +222,13 @@ def units_now(self:CompressionCallback)->list: # of `Unit`
 
 @patch
 def sums(self:CompressionCallback)->tuple: # one number for each layer
-    "By which weights are known again"
+    """By which weights are known again
+
+    Returns
+    -------
+    tuple
+        one number for each layer
+    """
     weights = [u.weight.detach() for u in self.units_now()]
     return tuple(w.double().sum().item() for w in weights)
 
@@ -206,7 +255,13 @@ def after_validate(self:CompressionCallback):
 def let_keep(self:CompressionCallback,
     go:bool, # whether they go on
 ):
-    "Stop callbacks that keep the best, or let them go on"
+    """Stop callbacks that keep the best, or let them go on
+
+    Parameters
+    ----------
+    go : bool
+        whether they go on
+    """
     if self.in_fit and not self.judges: return
     for cb in best_keepers(self.learn): cb.run = go
 
@@ -249,7 +304,17 @@ def before_end(self:CompressionCallback):
 def may_end(self:CompressionCallback,
     cb, # one that keeps what was best
 )->bool:
-    "Whether it saves at the end, or has an epoch at the final compression to bring back"
+    """Whether it saves at the end, or has an epoch at the final compression to bring back
+
+    Parameters
+    ----------
+    cb
+        one that keeps what was best
+
+    Returns
+    -------
+    bool
+    """
     if getattr(cb, "at_end", False): return True
     if self.idle: return False
     if isinstance(cb, SaveModelCallback): return cb.last_saved_path is not None
@@ -317,7 +382,13 @@ def end_fit(self:CompressionCallback):
 
 @patch
 def missed(self:CompressionCallback)->list: # texts
-    "Which targets the last fit did not reach, and how far it came; empty if all were reached"
+    """Which targets the last fit did not reach, and how far it came; empty if all were reached
+
+    Returns
+    -------
+    list
+        texts
+    """
     rows = [r for r in self.report if r["reached"] is not None]
     if self.context == "local":
         return [f"{r['layer']!r} has {_percent_of_target(r)}" for r in rows if not r["reached"]]

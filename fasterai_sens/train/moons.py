@@ -24,7 +24,19 @@ def moons_learner(
     seed=0,   # of the points and of the weights
     **kwargs, # for `Learner`: cbs, opt_func, ...
 )->Learner:
-    "A fastai Learner on two moons, untrained and quiet"
+    """A fastai Learner on two moons, untrained and quiet
+
+    Parameters
+    ----------
+    seed : default 0
+        of the points and of the weights
+    **kwargs
+        for `Learner`: cbs, opt_func, ...
+
+    Returns
+    -------
+    Learner
+    """
     torch.manual_seed(seed)
     x, y = make_moons(600, noise=.15, random_state=seed)
     x = torch.tensor(x, dtype=torch.float32)

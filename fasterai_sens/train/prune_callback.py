@@ -30,7 +30,25 @@ from .sparsify_callback import SparsifyCallback
 class PruneCallback(CompressionCallback):
     """Remove channels while the model trains
 
-    Not beside callbacks that keep wider weights: the best epoch, averages, masks."""
+    Not beside callbacks that keep wider weights: the best epoch, averages, masks.
+
+    Parameters
+    ----------
+    pruning_ratio
+        percent of the channels of every group, or layer name -> percent
+    schedule : Schedule, default agp
+        how the share that is gone grows
+    context : default "local"
+        "local": a percentage of each group; "global": one ranking over all groups
+    criteria : default large_final
+        which channels matter; earlier weights are those at the start of the first fit
+    ignored_layers : default None
+        modules or names; their outputs, and what is coupled to them, stay as they are
+    steps : default 20
+        at how many points of the schedule channels go
+    round_to : default 1
+        the number of channels that stay in a layer is a multiple of this
+    """
     _stateattrs = (*CompressionCallback._stateattrs, "model_of_fit")
     total = "sets", "gone"   # of channels; what the percentages of the report are of
     def __init__(self,
@@ -58,7 +76,19 @@ def keeps_weights(
     cb,              # a callback
     model:nn.Module, # without wrappers
 )->bool:
-    "Whether a callback holds a copy of all weights, such as averages"
+    """Whether a callback holds a copy of all weights, such as averages
+
+    Parameters
+    ----------
+    cb
+        a callback
+    model : nn.Module
+        without wrappers
+
+    Returns
+    -------
+    bool
+    """
     params = list(model.parameters())
     trained = [p for p in params if p.requires_grad]
     state = model.state_dict().values()
@@ -103,7 +133,18 @@ def finished(self:PruneCallback)->bool:
 def share_at(self:PruneCallback,
     pct_train:float, # share of training that is done, 0..1
 )->float:            # of the targets, 0..1
-    "What the schedule asks for by then, in whole steps"
+    """What the schedule asks for by then, in whole steps
+
+    Parameters
+    ----------
+    pct_train : float
+        share of training that is done, 0..1
+
+    Returns
+    -------
+    float
+        of the targets, 0..1
+    """
     share = self.schedule.progress(pct_train)
     n_steps = math.floor(share*self.steps + 1e-9)
     return n_steps/self.steps
@@ -128,7 +169,17 @@ def start_fit(self:PruneCallback):
 def new_pruner(self:PruneCallback,
     model:nn.Module, # without wrappers
 )->Pruner:
-    "What takes the channels out, with the data of the learner"
+    """What takes the channels out, with the data of the learner
+
+    Parameters
+    ----------
+    model : nn.Module
+        without wrappers
+
+    Returns
+    -------
+    Pruner
+    """
     sample = as_in_first(learner_sample(self.learn, self.dls.train), self.learn.model)
     c = self.criterion
     if c.needs in (INITIAL, PREVIOUS) and c.refs is None: c = c.since(model)
@@ -146,7 +197,13 @@ def new_pruner(self:PruneCallback,
 def ignored_in(self:PruneCallback,
     model:nn.Module, # without wrappers
 ):
-    "The ignored layers, under the names that `model` has for them"
+    """The ignored layers, under the names that `model` has for them
+
+    Parameters
+    ----------
+    model : nn.Module
+        without wrappers
+    """
     ignored = self.ignored_layers
     if isinstance(ignored, str): ignored = [ignored]
     if not isinstance(ignored, list | tuple): return ignored
@@ -163,7 +220,13 @@ def _name_in(name:str, model:nn.Module)->str:
 
 @patch
 def advance(self:PruneCallback, pct_train):
-    "Remove what the schedule asks for by now"
+    """Remove what the schedule asks for by now
+
+    Parameters
+    ----------
+    pct_train
+        share of training that is done, 0..1
+    """
     share = self.share_at(pct_train)
     if share <= self.pruner.share: return
     check_optimizer(self.opt)

@@ -26,7 +26,21 @@ class QuantizeCallback(CompressionCallback):
     """Train with rounded weights, and end with rounded ones
 
     Forward and backward see rounded weights; the optimizer's step moves the float weights behind them. The fit
-    ends with rounded ones, whatever other callbacks put in at the end. Weights that are zero stay zero."""
+    ends with rounded ones, whatever other callbacks put in at the end. Weights that are zero stay zero.
+
+    Parameters
+    ----------
+    plan
+        layer name -> bits 2..16, or one number of bits for every layer
+    per_channel : default None
+        a scale for each output channel, or one for the layer; None: as measured, else True
+    group_size : default None
+        a scale for so many neighbours in an output channel; None: as measured, else one for all
+    symmetric : default None
+        zero in the middle, or a grid that spans the weights; None: as measured, else True
+    keep_zeros : default True
+        weights that are zero when the fit starts stay zero; False: all of them train
+    """
     order = 66  # after the callbacks that change weights after a step, so that rounding has the last word
     _stateattrs = (*CompressionCallback._stateattrs, "rounding", "floats", "zeros", "left", "model_of_fit")
     def __init__(self,
@@ -82,7 +96,18 @@ def start_fit(self:QuantizeCallback):
 def refusals(self:QuantizeCallback,
     found:dict, # `Unit` -> bits
 )->dict:        # `Unit` -> reason
-    "Layers that cannot be rounded like this. Raises ValueError if the plan names one, or if none can"
+    """Layers that cannot be rounded like this. Raises ValueError if the plan names one, or if none can
+
+    Parameters
+    ----------
+    found : dict
+        `Unit` -> bits
+
+    Returns
+    -------
+    dict
+        `Unit` -> reason
+    """
     refused = {}
     for u, bits in found.items():
         why = self.quantized(bits).refusal(u)
@@ -99,7 +124,18 @@ def refusals(self:QuantizeCallback,
 def meant_zeros(self:QuantizeCallback,
     unit, # a `Unit` of the plan
 )->Tensor|None: # True where the weight stays zero
-    "Zeros that are meant, not small weights rounded; None without any, or if `SparsifyCallback` sees to them"
+    """Zeros that are meant, not small weights rounded; None without any, or if `SparsifyCallback` sees to them
+
+    Parameters
+    ----------
+    unit
+        a `Unit` of the plan
+
+    Returns
+    -------
+    Tensor|None
+        True where the weight stays zero
+    """
     if not self.keep_zeros: return None
     sparse = [cb.targets for cb in self.learn.cbs if isinstance(cb, SparsifyCallback) and cb.in_fit]
     if any(u.name == unit.name for targets in sparse for u in targets): return None
@@ -115,7 +151,15 @@ def round_from(self:QuantizeCallback,
     unit,      # a `Unit` of the plan
     held=None, # float weights of an earlier fit
 ):
-    "Round `unit`, from `held` if that is what its weights were rounded from"
+    """Round `unit`, from `held` if that is what its weights were rounded from
+
+    Parameters
+    ----------
+    unit
+        a `Unit` of the plan
+    held : default None
+        float weights of an earlier fit
+    """
     w, now = unit.weight.data, unit.weight.detach().clone()
     if held is not None and held.shape == w.shape:
         w.copy_(held)
@@ -172,7 +216,17 @@ def at_target(self:QuantizeCallback)->bool:
 def on_grid(self:QuantizeCallback,
     unit, # a `Unit`
 )->bool:
-    "Whether rounding changes nothing but the last digits"
+    """Whether rounding changes nothing but the last digits
+
+    Parameters
+    ----------
+    unit
+        a `Unit`
+
+    Returns
+    -------
+    bool
+    """
     w = unit.weight.detach()
     rounded = self.quantized(self.bits[unit.name]).rounded(unit, w)
     return torch.allclose(rounded, w, rtol=1e-3, atol=1e-6*w.abs().max().item())
@@ -206,7 +260,13 @@ def rows(self:QuantizeCallback)->list:
 
 @patch
 def missed(self:QuantizeCallback)->list:
-    "Which layers the last fit did not leave rounded; empty if there are none"
+    """Which layers the last fit did not leave rounded; empty if there are none
+
+    Returns
+    -------
+    list
+        texts
+    """
     rows = [row for row in self.report if not row["reached"]]
     return [f"{row['layer']!r} is not rounded to {row['bits']} bits" for row in rows]
 
@@ -221,7 +281,13 @@ def close(self:QuantizeCallback):
 def remember_zeros(self:QuantizeCallback,
     unit, # a `Unit` of the plan
 ):
-    "By its sum, know the layer again, and which of its zeros are meant"
+    """By its sum, know the layer again, and which of its zeros are meant
+
+    Parameters
+    ----------
+    unit
+        a `Unit` of the plan
+    """
     held = self.floats.get(unit.name)
     if held is None or held.shape != unit.weight.shape: return
     total = unit.weight.detach().double().sum().item()

@@ -52,7 +52,23 @@ def scaled_plan(
     mean_pct:float,  # wanted mean over the weights of the layers named
     max_pct:float=99, # most for any layer to which the plan gives less
 )->LayerTargets:
-    "The plan times one factor, so that it has the mean `mean_pct`. Raises KeyError for an unknown layer, ValueError if that mean is out of reach"
+    """The plan times one factor, so that it has the mean `mean_pct`. Raises KeyError for an unknown layer, ValueError if that mean is out of reach
+
+    Parameters
+    ----------
+    model : nn.Module
+        model the plan is for
+    plan : Mapping
+        layer name -> percent
+    mean_pct : float
+        wanted mean over the weights of the layers named
+    max_pct : float, default 99
+        most for any layer to which the plan gives less
+
+    Returns
+    -------
+    LayerTargets
+    """
     units = target_units(model, LayerTargets(plan, "percent"))
     if not units: raise ValueError("the plan is empty: name at least one layer, or leave it out")
     raw = np.array(list(units.values()), float)
@@ -77,7 +93,26 @@ def stage_targets(
     plan=None,       # layer name -> percent, a `SweepResult` or `SensitivityResult`, or None
     settings=(),     # granularity and criteria of the stages
 )->list:             # one a stage: percent, or `LayerTargets`
-    "What each stage asks for. Raises KeyError for an unknown layer, ValueError for a plan that is for something else or cannot reach a stage, TypeError for none"
+    """What each stage asks for. Raises KeyError for an unknown layer, ValueError for a plan that is for something else or cannot reach a stage, TypeError for none
+
+    Parameters
+    ----------
+    model : nn.Module
+        untouched
+    levels : list
+        the stages, percent; with a plan, the mean over the weights of the layers it names
+    compression : str
+        "sparsity" or "pruning"
+    plan : default None
+        layer name -> percent, a `SweepResult` or `SensitivityResult`, or None
+    settings : default ()
+        granularity and criteria of the stages
+
+    Returns
+    -------
+    list
+        one a stage: percent, or `LayerTargets`
+    """
     if plan is None: return list(levels)
     if isinstance(plan, SweepResult | SensitivityResult):
         check_measured(plan, compression, dict(settings))
@@ -91,7 +126,18 @@ def stage_targets(
 def remember(
     learn,      # a fastai Learner
 )->Callable:    # call it to go back
-    "Remember the model, the optimizer in use, and the random generators"
+    """Remember the model, the optimizer in use, and the random generators
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+
+    Returns
+    -------
+    Callable
+        call it to go back
+    """
     rng, opt, model = rng_state(), learn.opt, learn.model
     back = keep_model(model)
     def restore():
@@ -103,14 +149,34 @@ def remember(
 def fresh_optimizer(
     learn, # a fastai Learner
 ):
-    "A new optimizer for the parameters of now; groups that were frozen stay frozen"
+    """A new optimizer for the parameters of now; groups that were frozen stay frozen
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    """
     frozen = getattr(learn.opt, "frozen_idx", 0)
     learn.create_opt()
     learn.opt.frozen_idx = frozen
 
 # %% ../../nbs/train/08_recovery.ipynb #95726ffc
 class SparseStages:
-    "Makes the model of a Learner sparse, stage after stage"
+    """Makes the model of a Learner sparse, stage after stage
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    targets : list
+        from `stage_targets`
+    criteria : Criterion
+        which weights matter
+    granularity : str
+        block size, or an n:m pattern
+    sample
+        one example input
+    """
     takes = ("granularity",)   # options of its own
     def __init__(self,
         learn,              # a fastai Learner
@@ -126,7 +192,13 @@ class SparseStages:
     def compress(self,
         i:int, # number of the stage, from 0
     ):
-        "Set the zeros of a stage"
+        """Set the zeros of a stage
+
+        Parameters
+        ----------
+        i : int
+            number of the stage, from 0
+        """
         self.sparsifier = Sparsifier(self.model, self.granularity, criteria=self.criteria, **self.data)
         self.sparsifier.sparsify_model(self.targets[i])
         if self.criteria.needs == PREVIOUS: self.criteria = self.sparsifier.criteria
@@ -135,12 +207,32 @@ class SparseStages:
         self.sparsifier.apply_masks()
     @property
     def skipped(self)->list: # (name, reason)
-        "What stays as it is"
+        """What stays as it is
+
+        Returns
+        -------
+        list
+            (name, reason)
+        """
         return self.sparsifier.skipped
 
 # %% ../../nbs/train/08_recovery.ipynb #22dc762a
 class PrunedStages:
-    "Takes channels out of the model of a Learner, stage after stage"
+    """Takes channels out of the model of a Learner, stage after stage
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    targets : list
+        from `stage_targets`
+    criteria : Criterion
+        which channels matter
+    granularity : str
+        means nothing here
+    sample
+        one example input
+    """
     takes = ()   # options of its own
     def __init__(self,
         learn,              # a fastai Learner
@@ -163,7 +255,13 @@ class PrunedStages:
     def compress(self,
         i:int, # number of the stage, from 0
     ):
-        "Take out what a stage takes beyond the one before"
+        """Take out what a stage takes beyond the one before
+
+        Parameters
+        ----------
+        i : int
+            number of the stage, from 0
+        """
         if i and self.criteria.needs in collectors and self.criteria.refs is None:   # look at the data anew
             model = self.pruner.model
             self.pruner.criteria = bind(self.criteria, model, all_units(model)[0], *self.data)
@@ -176,7 +274,15 @@ kinds = {"sparsity": SparseStages, "pruning": PrunedStages}   # name -> how stag
 
 # %% ../../nbs/train/08_recovery.ipynb #19857fa1
 class HoldStage(Callback):
-    "Holds a stage while the model trains"
+    """Holds a stage while the model trains
+
+    Parameters
+    ----------
+    hold : Callable
+        called after each step
+    on_epoch : Callable
+        called after each epoch
+    """
     order = 65   # after callbacks that change weights
     def __init__(self,
         hold:Callable,   # called after each step
@@ -195,7 +301,23 @@ def fine_tune(
     cbs=None,   # more callbacks
     **kwargs,   # for `fit_one_cycle`
 ):
-    "Train as it is compressed, without a line of output"
+    """Train as it is compressed, without a line of output
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    epochs : int
+        0: none
+    lr
+        largest learning rate; None: the learner's
+    holder : HoldStage
+        of the stage
+    cbs : default None
+        more callbacks
+    **kwargs
+        for `fit_one_cycle`
+    """
     if not epochs: return
     fresh_optimizer(learn)
     bars = [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
@@ -207,7 +329,20 @@ def check_stages(
     stages, # as the user gave them
     epochs, # as the user gave them: a number, or one a stage
 )->tuple:   # list of percent, list of epochs
-    "Stages with their epochs. Raises TypeError for what is no list, ValueError for stages that do not rise or epochs that do not fit"
+    """Stages with their epochs. Raises TypeError for what is no list, ValueError for stages that do not rise or epochs that do not fit
+
+    Parameters
+    ----------
+    stages
+        as the user gave them
+    epochs
+        as the user gave them: a number, or one a stage
+
+    Returns
+    -------
+    tuple
+        list of percent, list of epochs
+    """
     if isinstance(stages, str | Mapping) or not isinstance(stages, Iterable): raise TypeError(f"stages is a list of percent; got {stages!r}")
     levels = [check_pct(s, "a stage") for s in stages]
     if not levels: raise ValueError("stages is empty")
@@ -226,7 +361,23 @@ def check_setting(
     criteria,    # as the user gave it
     cbs,         # callbacks for the fits
 )->Criterion:
-    "The criterion. Raises ValueError for an unknown compression, a criterion that misses the earlier weights it compares with, and for callbacks that compress as well"
+    """The criterion. Raises ValueError for an unknown compression, a criterion that misses the earlier weights it compares with, and for callbacks that compress as well
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    compression
+        as the user gave it
+    criteria
+        as the user gave it
+    cbs
+        callbacks for the fits
+
+    Returns
+    -------
+    Criterion
+    """
     if not isinstance(compression, str) or compression not in kinds: raise ValueError(f"compression is {' or '.join(map(repr, kinds))}; got {compression!r}")
     other = next((cb for cb in (*learn.cbs, *L(cbs)) if isinstance(cb, SparsifyCallback | PruneCallback)), None)
     if other: raise ValueError(f"{type(other).__name__} compresses by a schedule of its own; leave it out")
@@ -271,7 +422,27 @@ def run_stages(
     sample,              # one example input
     on_step:Callable,    # called after each compression, with a text, and after each epoch
 ):
-    "Compress, evaluate, fine-tune, evaluate; then on to the next stage, or back to the last good one"
+    """Compress, evaluate, fine-tune, evaluate; then on to the next stage, or back to the last good one
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    result : RecoveryResult
+        filled in
+    plan : list
+        of (percent, epochs), the stages
+    make : Callable
+        () -> `SparseStages` or `PrunedStages`
+    eval_fn : Callable
+        model -> per-sample scores or a number
+    train : Callable
+        (epochs, `HoldStage`) -> None, what follows on each compression
+    sample
+        one example input
+    on_step : Callable
+        called after each compression, with a text, and after each epoch
+    """
     cbs, restore, score = list(learn.cbs), remember(learn), lambda: evaluate(learn.model, eval_fn)
     def go_back():
         restore()
@@ -321,7 +492,51 @@ def gradual_degradation_recovery(
     verbose=True,          # show a progress bar
     **fit_kwargs,          # for `fit_one_cycle`: cbs, wd, ...
 )->RecoveryResult:
-    "Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`. Raises TypeError, ValueError and KeyError; whatever is raised, the last good stage stays"
+    """Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`. Raises TypeError, ValueError and KeyError; whatever is raised, the last good stage stays
+
+    Parameters
+    ----------
+    learn
+        trained fastai Learner; its model is changed in place, and comes back as it was if no stage is
+        within what is allowed
+    stages : default (20, 40, 60, 80)
+        percent, rising: of the weights that are zero, or of the channels that are gone, both counted on
+        the model as it comes; with a plan, their mean over the weights of the layers it names
+    compression : default "sparsity"
+        "sparsity", or "pruning" of whole channels
+    epochs : default 1
+        of fine-tuning after each stage; a number, or one a stage
+    lr : default None
+        largest learning rate of the one-cycle policy; None: the learner's
+    metric : default None
+        function of predictions and targets, or fastai metric; None: the learner's first, else accuracy
+    higher_is_better : default None
+        direction of the metric; None: as its name says, see `falls`
+    max_drop : default None
+        what a fine-tuned stage may lose against the untouched model, in units of the metric; None:
+        anything that is a number
+    plan : default None
+        layer name -> percent, stretched so that the mean over the layers named is that of each stage,
+        the others stay as they are; or a `SweepResult`, solved for each stage over the layers measured;
+        None: all layers alike
+    criteria : default large_final
+        which weights or channels matter
+    granularity : default None
+        sparsity: block size, or an n:m pattern; None: "weight"
+    dl : default None
+        data for the metric; None: the validation set
+    recalibrate : default None
+        data: batch-norm statistics are estimated anew on it after each fine-tuning, see
+        `reestimate_norms`
+    verbose : default True
+        show a progress bar
+    **fit_kwargs
+        for `fit_one_cycle`: cbs, wd, ...
+
+    Returns
+    -------
+    RecoveryResult
+    """
     name, (levels, epochs) = learner_metric(learn, metric)[0], check_stages(stages, epochs)
     if granularity is not None and compression in kinds: check_options(["granularity"], kinds[compression].takes, compression, elsewhere={m: of.takes for m, of in kinds.items()})
     granularity = granularity or "weight"

@@ -15,7 +15,17 @@ from fastcore.basics import patch
 # %% ../../nbs/train/00_schedules.ipynb #55b56212
 @dataclass(frozen=True)
 class Schedule:
-    "Share of the target to reach, over training"
+    """Share of the target to reach, over training
+
+    Parameters
+    ----------
+    f : Callable
+        the curve: share of the way from start to end, 0..1 -> share of the target, 0..1
+    start_pct : float, default 0.
+        share of training at which it starts, 0..1
+    end_pct : float, default 1.
+        share of training at which it is done, 0..1
+    """
     f:Callable          # the curve: share of the way from start to end, 0..1 -> share of the target, 0..1
     start_pct:float=0.  # share of training at which it starts, 0..1
     end_pct:float=1.    # share of training at which it is done, 0..1
@@ -29,7 +39,18 @@ class Schedule:
 def progress(self:Schedule,
     pct_train:float, # share of training that is done, 0..1
 )->float:            # share of the target, 0..1
-    "Share of the target to have reached by now"
+    """Share of the target to have reached by now
+
+    Parameters
+    ----------
+    pct_train : float
+        share of training that is done, 0..1
+
+    Returns
+    -------
+    float
+        share of the target, 0..1
+    """
     if pct_train < self.start_pct - 1e-9: return 0.
     if pct_train >= self.end_pct - 1e-9: return float(self.f(1.))
     since_start = max(0., pct_train - self.start_pct)
@@ -41,7 +62,17 @@ def progress(self:Schedule,
 def settled(self:Schedule,
     pct_train:float, # share of training that is done, 0..1
 )->bool:
-    "Whether the share stays where it is from now on"
+    """Whether the share stays where it is from now on
+
+    Parameters
+    ----------
+    pct_train : float
+        share of training that is done, 0..1
+
+    Returns
+    -------
+    bool
+    """
     end = self.progress(1.)
     left = 1 - pct_train
     later = [pct_train + left*i/100 for i in range(101)]

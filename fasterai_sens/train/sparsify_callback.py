@@ -26,7 +26,23 @@ from .beside import CompressionCallback
 class SparsifyCallback(CompressionCallback):
     """Make the model sparse while it trains, and keep it so
 
-    A best epoch is one at the final sparsity, and what other callbacks put in at the end becomes sparse."""
+    A best epoch is one at the final sparsity, and what other callbacks put in at the end becomes sparse.
+
+    Parameters
+    ----------
+    sparsity
+        percent for every layer, or layer name -> percent
+    granularity : default "weight"
+        block size, or an n:m pattern
+    context : default "local"
+        "local": a percentage of each layer; "global": one ranking over all layers
+    criteria : default large_final
+        which weights matter; earlier weights are those at the start of the fit
+    schedule : Schedule, default agp
+        how the sparsity grows
+    layer_type : default None
+        a module class or a tuple of them; None: every compressible layer
+    """
     total = "weights", "zeros"   # what the percentages of the report are of
     def __init__(self,
         sparsity,             # percent for every layer, or layer name -> percent
@@ -64,7 +80,17 @@ def start_fit(self:SparsifyCallback):
 def new_sparsifier(self:SparsifyCallback,
     model, # without wrappers
 )->Sparsifier:
-    "What makes the masks, with the data of the learner if the criterion needs some"
+    """What makes the masks, with the data of the learner if the criterion needs some
+
+    Parameters
+    ----------
+    model
+        without wrappers
+
+    Returns
+    -------
+    Sparsifier
+    """
     data = {}
     if self.criterion.needs in collectors:
         data["calibration_data"] = FirstBatches(self.dls.train)
@@ -75,7 +101,18 @@ def new_sparsifier(self:SparsifyCallback,
 def start_levels(self:SparsifyCallback,
     found:list, # from `sparsity_report`, of the layers with a target
 )->dict:        # `Unit` -> percent
-    "The sparsity there is at the start: of each layer, or of all together if they are ranked together"
+    """The sparsity there is at the start: of each layer, or of all together if they are ranked together
+
+    Parameters
+    ----------
+    found : list
+        from `sparsity_report`, of the layers with a target
+
+    Returns
+    -------
+    dict
+        `Unit` -> percent
+    """
     if self.context == "local": return {u: r["percent"] for u, r in zip(self.targets, found, strict=True)}
     zeros = sum(r["zeros"] for r in found)
     weights = sum(r["weights"] for r in found)
@@ -86,7 +123,18 @@ def start_levels(self:SparsifyCallback,
 def levels_at(self:SparsifyCallback,
     pct_train:float, # share of training that is done, 0..1
 )->dict:             # `Unit` -> percent
-    "What the schedule asks for by then"
+    """What the schedule asks for by then
+
+    Parameters
+    ----------
+    pct_train : float
+        share of training that is done, 0..1
+
+    Returns
+    -------
+    dict
+        `Unit` -> percent
+    """
     share = self.schedule.progress(pct_train)
     levels = {}
     for u, target in self.targets.items():
@@ -102,7 +150,13 @@ def units_of_fit(self:SparsifyCallback)->list:
 
 @patch
 def advance(self:SparsifyCallback, pct_train):
-    "Raise the sparsity to what the schedule asks for"
+    """Raise the sparsity to what the schedule asks for
+
+    Parameters
+    ----------
+    pct_train
+        share of training that is done, 0..1
+    """
     if inner_model(self.learn.model) is not self.model_of_fit: self.start_fit()   # another callback has replaced it
     self.done = pct_train
     until = pct_train if self.judges else 1.   # what is there already is held
@@ -125,7 +179,13 @@ def after_step(self:SparsifyCallback):
 
 @patch
 def masked_units(self:SparsifyCallback)->list: # pairs of `Unit` and mask, True where the weight is dropped
-    "The layers with masks in the model that is there now"
+    """The layers with masks in the model that is there now
+
+    Returns
+    -------
+    list
+        pairs of `Unit` and mask, True where the weight is dropped
+    """
     found = []
     for u in self.units_now():
         mask = self.sparsifier.masks.get(u.name)

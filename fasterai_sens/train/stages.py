@@ -17,7 +17,33 @@ from ..core.plans import LayerTargets
 # %% ../../nbs/train/07_stages.ipynb #25f81213
 @dataclass(repr=False)
 class RecoveryResult:
-    "What each stage cost, what fine-tuning brought back, and where the model was left"
+    """What each stage cost, what fine-tuning brought back, and where the model was left
+
+    Parameters
+    ----------
+    compression : str
+        "sparsity" or "pruning"
+    baseline_metric : float
+        of the untouched model
+    history : list
+        one dictionary for each stage tried, with the columns of `to_dataframe`
+    best : float|None
+        percent, the stage at which the model was left; None: it is as it was
+    stopped : str|None, default None
+        why the last stage tried is not the one that the model was left at
+    targets : list, default list()
+        one per stage asked for: percent for all layers, or `LayerTargets`
+    max_drop : float|None, default None
+        what is allowed, in units of the metric; None: anything that is a number
+    metric_name : str, default "accuracy"
+        for display
+    higher_is_better : bool, default True
+        direction of the metric
+    skipped : list, default list()
+        (name, reason) of what no stage compresses
+    settings : dict, default dict()
+        criteria, granularity, recalibrated
+    """
     compression:str        # "sparsity" or "pruning"
     baseline_metric:float  # of the untouched model
     history:list           # one dictionary for each stage tried, with the columns of `to_dataframe`
@@ -96,7 +122,13 @@ def summary(self:RecoveryResult):
 def to_json(self:RecoveryResult,
     path, # file to write
 ):
-    "Write everything to a JSON file"
+    """Write everything to a JSON file
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     values = {f.name: getattr(self, f.name) for f in fields(self)}
     write_json(path, "RecoveryResult", values)
 
@@ -113,5 +145,15 @@ def _recovery_result(d:dict)->RecoveryResult:
 def from_json(cls:RecoveryResult,
     path, # file that `to_json` wrote
 )->RecoveryResult:
-    "Read a result back, equal to the one that was saved"
+    """Read a result back, equal to the one that was saved
+
+    Parameters
+    ----------
+    path
+        file that `to_json` wrote
+
+    Returns
+    -------
+    RecoveryResult
+    """
     return read_json(path, "RecoveryResult", _recovery_result)

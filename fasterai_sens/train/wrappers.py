@@ -20,14 +20,33 @@ from ..core.layers import all_units, by_name
 def inner_model(
     model:nn.Module, # any model
 )->nn.Module:
-    "The model itself, without `DataParallel`, `DistributedDataParallel`, `AveragedModel` and `torch.compile` around it"
+    """The model itself, without `DataParallel`, `DistributedDataParallel`, `AveragedModel` and `torch.compile` around it
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    nn.Module
+    """
     while True:
         if isinstance(model, nn.DataParallel | DistributedDataParallel | AveragedModel): model = model.module
         elif "_orig_mod" in model._modules: model = model._orig_mod   # compiled
         else: return model
 
 def plain_name(name:str)->str:
-    "A layer's name without what wrappers add to it"
+    """A layer's name without what wrappers add to it
+
+    Parameters
+    ----------
+    name : str
+
+    Returns
+    -------
+    str
+    """
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     while parts[:1] == ["module"]: parts = parts[1:]
     return ".".join(parts)
@@ -36,7 +55,19 @@ def inner_targets(
     targets,         # layer name -> level, or one level for all
     model:nn.Module, # without wrappers
 ):                   # the same, under the names that `model` has for its layers
-    "Targets found or named with a wrapper around the model"
+    """Targets found or named with a wrapper around the model
+
+    Parameters
+    ----------
+    targets
+        layer name -> level, or one level for all
+    model : nn.Module
+        without wrappers
+
+    Returns
+    -------
+    the same, under the names that `model` has for its layers
+    """
     if not isinstance(targets, Mapping): return targets
     known = set(by_name(all_units(model)[0]))
     plain = {plain_name(name): name for name in known}
@@ -55,7 +86,17 @@ def inner_targets(
 def distributed(
     model:nn.Module, # with its wrappers
 )->DistributedDataParallel|None:
-    "The wrapper that trains in several processes, if there is one"
+    """The wrapper that trains in several processes, if there is one
+
+    Parameters
+    ----------
+    model : nn.Module
+        with its wrappers
+
+    Returns
+    -------
+    DistributedDataParallel|None
+    """
     while model is not inner_model(model):
         if isinstance(model, DistributedDataParallel): return model
         model = next(iter(model.children()))
@@ -65,7 +106,19 @@ def as_in_first(
     chosen,          # what this process chose: layer name -> mask, or anything that can be pickled
     model:nn.Module, # with its wrappers
 ):                   # what the first process chose
-    "The same choice in all processes that train `model` together"
+    """The same choice in all processes that train `model` together
+
+    Parameters
+    ----------
+    chosen
+        what this process chose: layer name -> mask, or anything that can be pickled
+    model : nn.Module
+        with its wrappers
+
+    Returns
+    -------
+    what the first process chose
+    """
     ddp = distributed(model)
     if ddp is None: return chosen
     group = ddp.process_group
@@ -81,7 +134,17 @@ def as_in_first(
 def rewrapped(
     model:nn.Module, # with its wrappers, after its parameters were replaced
 )->nn.Module:
-    "The model in wrappers that know its new parameters"
+    """The model in wrappers that know its new parameters
+
+    Parameters
+    ----------
+    model : nn.Module
+        with its wrappers, after its parameters were replaced
+
+    Returns
+    -------
+    nn.Module
+    """
     if any(_is_compiled(m) for m in model.modules()): torch.compiler.reset()   # what was compiled is for the old shapes
     return _rewrapped(model)
 
