@@ -23,7 +23,39 @@ from .saving import Saved, revive
 # %% ../../nbs/core/08_results.ipynb #4f23055b
 @dataclass(slots=True, eq=False)
 class LayerSensitivity(Saved):
-    "What compressing one layer did to the metric"
+    """What compressing one layer did to the metric
+
+    Parameters
+    ----------
+    name : str
+        layer name, as in `model.named_modules()`
+    layer_type : str
+        class name, such as "Conv2d"
+    params : int
+        the layer's own parameters, weight and bias; each tied tensor once
+    baseline_metric : float
+        metric of the untouched model
+    compressed_metric : float
+        metric with this layer compressed; NaN if it could not be
+    delta : float
+        damage: positive when the metric got worse
+    group_id : str|None, default None
+        shared by rows that are compressed together
+    group_members : list, default list()
+        names of all layers compressed together with this one
+    prunable : bool, default True
+        False: could not be compressed, the reason is in `SensitivityResult.skipped`
+    stderr : float|None, default None
+        standard error of `delta`, from paired per-sample scores
+    ci : tuple|None, default None
+        95 % interval of `delta`, see `paired_interval`; None: `no_ci` says why
+    objective : float|None, default None
+        second quantity with this layer compressed, lower is better; None: not recorded
+    objective_delta : float|None, default None
+        its rise over the untouched model
+    no_ci : str|None, default None
+        why there is no interval; None if there is one, or if the layer was not compressed
+    """
     name:str                 # layer name, as in `model.named_modules()`
     layer_type:str           # class name, such as "Conv2d"
     params:int               # the layer's own parameters, weight and bias; each tied tensor once
@@ -43,7 +75,13 @@ class LayerSensitivity(Saved):
     def from_dict(cls,
         d:dict, # from `as_dict`, perhaps through a file
     ):
-        "A row from its plain dictionary"
+        """A row from its plain dictionary
+
+        Parameters
+        ----------
+        d : dict
+            from `as_dict`, perhaps through a file
+        """
         row = {**d}
         for name in ("baseline_metric", "compressed_metric", "delta"): row[name] = float(d[name])
         for name in ("stderr", "objective", "objective_delta"): row[name] = _as_float(d.get(name))
@@ -72,6 +110,18 @@ def plan_basis(
     """What a plan from these rows goes by
 
     Raises ValueError for any other `by`, or for an objective that was not recorded.
+
+    Parameters
+    ----------
+    rows
+        of `LayerSensitivity`, those of one plan
+    by : str|None, default None
+        "metric" or "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    str
+        "metric" or "objective"
     """
     if by not in (None, "metric", "objective"):
         raise ValueError(f"by is 'metric', 'objective' or None; got {by!r}")
@@ -91,6 +141,18 @@ def damage(
     """How much worse the row is than the untouched model, for plans and rankings
 
     Raises ValueError as `plan_basis` does.
+
+    Parameters
+    ----------
+    row : LayerSensitivity
+        one measured row
+    by : str|None, default None
+        "metric" or "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    float
+        infinity if it, or the metric, is not a finite number
     """
     goes_by_objective = plan_basis([row], by) == "objective"
     delta = row.objective_delta if goes_by_objective else row.delta
@@ -100,7 +162,33 @@ def damage(
 # %% ../../nbs/core/08_results.ipynb #742c120f
 @dataclass(repr=False)
 class SensitivityResult(Saved):
-    "Sensitivity of every layer to one compression at one level"
+    """Sensitivity of every layer to one compression at one level
+
+    Parameters
+    ----------
+    compression_type : str
+        "sparsity", "pruning", "quantization" or a method of your own
+    compression_level : float
+        percent, or bits for quantization
+    baseline_metric : float
+        metric of the untouched model
+    layers : list
+        a `LayerSensitivity` for each unit
+    metric_name : str, default "accuracy"
+        for display
+    higher_is_better : bool, default True
+        direction of the metric
+    skipped : list, default list()
+        (name, reason) of everything that was not measured
+    settings : dict, default dict()
+        what else was chosen: granularity, criteria, ranges, ...
+    objective_name : str|None, default None
+        of the second quantity, such as "loss"; None if none was recorded
+    baseline_objective : float|None, default None
+        its value for the untouched model
+    strength : float|None, default None
+        orders levels from mild to harsh; None: the level, or fewer bits first
+    """
     compression_type:str       # "sparsity", "pruning", "quantization" or a method of your own
     compression_level:float    # percent, or bits for quantization
     baseline_metric:float      # metric of the untouched model
@@ -135,27 +223,65 @@ class SensitivityResult(Saved):
 def in_bits(
     compression:str, # "sparsity", "pruning", "quantization", ...
 )->bool:
-    "Whether the levels of this method are bits, not percent"
+    """Whether the levels of this method are bits, not percent
+
+    Parameters
+    ----------
+    compression : str
+        "sparsity", "pruning", "quantization", ...
+
+    Returns
+    -------
+    bool
+    """
     return scale_of(compression).unit == "bits"
 
 def level_text(
     compression:str, # "sparsity", "pruning", "quantization", ...
     level:float,     # percent or bits
 )->str:
-    "A level with its unit"
+    """A level with its unit
+
+    Parameters
+    ----------
+    compression : str
+        "sparsity", "pruning", "quantization", ...
+    level : float
+        percent or bits
+
+    Returns
+    -------
+    str
+    """
     return scale_of(compression).text(level)
 
 # %% ../../nbs/core/08_results.ipynb #7416f7a1
 def label(
     row:LayerSensitivity, # one row
 )->str:
-    "The layer's name, and how many others are compressed with it"
+    """The layer's name, and how many others are compressed with it
+
+    Parameters
+    ----------
+    row : LayerSensitivity
+        one row
+
+    Returns
+    -------
+    str
+    """
     n_others = len(row.group_members) - 1
     return f"{row.name} +{n_others}" if n_others > 0 else row.name
 
 @patch(as_prop=True)
 def ranked(self:SensitivityResult)->list: # of `LayerSensitivity`
-    "The measured rows in model order, the first of each group of coupled layers"
+    """The measured rows in model order, the first of each group of coupled layers
+
+    Returns
+    -------
+    list
+        of `LayerSensitivity`
+    """
     first = {}
     for row in self.layers:
         if row.prunable: first.setdefault(row.group_id or row.name, row)
@@ -165,7 +291,18 @@ def ranked(self:SensitivityResult)->list: # of `LayerSensitivity`
 def goes_by(
     rows:list, # of `LayerSensitivity`
 )->str:        # "metric" or "objective"
-    "What plans from these rows go by, unless told otherwise; the metric if only some have an objective"
+    """What plans from these rows go by, unless told otherwise; the metric if only some have an objective
+
+    Parameters
+    ----------
+    rows : list
+        of `LayerSensitivity`
+
+    Returns
+    -------
+    str
+        "metric" or "objective"
+    """
     all_have_one = all(row.objective_delta is not None for row in rows)
     return "objective" if rows and all_have_one else "metric"
 
@@ -175,7 +312,22 @@ def top(self:SensitivityResult,
     *, most_sensitive:bool=True, # fragile first; False: robust first
     by:str|None="metric",        # "metric" or "objective"; None: what plans go by, the objective if it was recorded
 )->list:                         # of `LayerSensitivity`
-    "The `n` most (or least) sensitive layers. Raises ValueError as `plan_basis` does"
+    """The `n` most (or least) sensitive layers. Raises ValueError as `plan_basis` does
+
+    Parameters
+    ----------
+    n : int, default 5
+        how many rows; all if larger than there are
+    most_sensitive : bool, default True
+        fragile first; False: robust first
+    by : str|None, default "metric"
+        "metric" or "objective"; None: what plans go by, the objective if it was recorded
+
+    Returns
+    -------
+    list
+        of `LayerSensitivity`
+    """
     by = plan_basis(self.ranked, by)
     n = check_count(n, "n", least=0)
     rows = sorted(self.ranked, key=partial(damage, by=by), reverse=most_sensitive)
@@ -185,7 +337,18 @@ def top(self:SensitivityResult,
 def holds_zero(
     row:LayerSensitivity, # one measured row
 )->bool:                  # False if there is no interval, or the metric broke
-    "Whether the damage may be nothing, as far as the samples tell"
+    """Whether the damage may be nothing, as far as the samples tell
+
+    Parameters
+    ----------
+    row : LayerSensitivity
+        one measured row
+
+    Returns
+    -------
+    bool
+        False if there is no interval, or the metric broke
+    """
     if row.ci is None: return False
     low, high = row.ci
     return low <= 0 <= high
@@ -194,7 +357,19 @@ def is_fragile(
     row:LayerSensitivity, # one measured row
     by:str,               # "metric" or "objective"
 )->bool:
-    "Whether there is damage; where there is an interval, more than chance explains"
+    """Whether there is damage; where there is an interval, more than chance explains
+
+    Parameters
+    ----------
+    row : LayerSensitivity
+        one measured row
+    by : str
+        "metric" or "objective"
+
+    Returns
+    -------
+    bool
+    """
     by_chance = row.ci and row.ci[0] <= 0
     return damage(row, by) > 0 and not by_chance
 
@@ -209,7 +384,24 @@ def divide(
     finite:Callable,   # row -> whether the model survives it
     top:int,           # most rows of each kind
 )->tuple:              # fragile, most damaged first; robust, least damaged first; those left over
-    "The two ends of a ranking; no row is in both"
+    """The two ends of a ranking; no row is in both
+
+    Parameters
+    ----------
+    rows : list
+        most damaged first
+    fragile : Callable
+        row -> whether it may be called so
+    finite : Callable
+        row -> whether the model survives it
+    top : int
+        most rows of each kind
+
+    Returns
+    -------
+    tuple
+        fragile, most damaged first; robust, least damaged first; those left over
+    """
     n_broken = sum(not finite(row) for row in rows)
     half = math.ceil(len(rows)/2)
     n_worst = min(top, max(half, n_broken))
@@ -222,7 +414,17 @@ def divide(
 def first_names(
     names:list, # of str
 )->str:
-    "The first three names, and how many more there are"
+    """The first three names, and how many more there are
+
+    Parameters
+    ----------
+    names : list
+        of str
+
+    Returns
+    -------
+    str
+    """
     text = ", ".join(names[:3])
     n_more = len(names) - 3
     return f"{text} and {n_more} more" if n_more > 0 else text
@@ -246,7 +448,20 @@ def left_out_lines(
     rows:list,    # of `LayerSensitivity`
     skipped:list, # (name, reason) of what was not measured
 )->list:          # of lines
-    "What was skipped, and which rows have no interval, with the reasons"
+    """What was skipped, and which rows have no interval, with the reasons
+
+    Parameters
+    ----------
+    rows : list
+        of `LayerSensitivity`
+    skipped : list
+        (name, reason) of what was not measured
+
+    Returns
+    -------
+    list
+        of lines
+    """
     no_ci = [(row.name, row.no_ci) for row in rows if row.no_ci]
     return _lines_by_reason("skipped", skipped) + _lines_by_reason("no 95 % interval", no_ci)
 
@@ -263,7 +478,22 @@ def both_ends(
     head:list,      # titles of all columns but the first
     cells:Callable, # row -> its cells, the name first
 )->list:            # of lines
-    "The fragile and the robust rows as tables of one width, and what is neither"
+    """The fragile and the robust rows as tables of one width, and what is neither
+
+    Parameters
+    ----------
+    parts : tuple
+        fragile rows, robust rows, others: see `divide`
+    head : list
+        titles of all columns but the first
+    cells : Callable
+        row -> its cells, the name first
+
+    Returns
+    -------
+    list
+        of lines
+    """
     worst, best, others = parts
     fragile, robust = "most sensitive (fragile)", "most robust (compressible)"
     table = []
@@ -282,7 +512,18 @@ def both_ends(
 def ci_text(
     ci:tuple|None, # low, high
 )->str:            # empty if there is none
-    "A 95 % interval in words"
+    """A 95 % interval in words
+
+    Parameters
+    ----------
+    ci : tuple|None
+        low, high
+
+    Returns
+    -------
+    str
+        empty if there is none
+    """
     if ci is None: return ""
     low, high = ci
     return f"[{low:+.4f}, {high:+.4f}]"
@@ -290,7 +531,18 @@ def ci_text(
 def baseline_text(
     res:SensitivityResult, # any result
 )->str:                    # such as "accuracy 0.9900, loss 0.0500"
-    "What the untouched model scores, with its objective if there is one"
+    """What the untouched model scores, with its objective if there is one
+
+    Parameters
+    ----------
+    res : SensitivityResult
+        any result
+
+    Returns
+    -------
+    str
+        such as "accuracy 0.9900, loss 0.0500"
+    """
     text = f"{res.metric_name} {res.baseline_metric:.4f}"
     if res.baseline_objective is None: return text
     return f"{text}, {res.objective_name} {res.baseline_objective:.4f}"
@@ -298,7 +550,18 @@ def baseline_text(
 def settings_text(
     settings:dict, # as in `SensitivityResult.settings`
 )->str:            # empty if nothing was chosen
-    "What was chosen, in words"
+    """What was chosen, in words
+
+    Parameters
+    ----------
+    settings : dict
+        as in `SensitivityResult.settings`
+
+    Returns
+    -------
+    str
+        empty if nothing was chosen
+    """
     words = [f"{name} {value}" for name, value in settings.items() if value is not None]
     return ", ".join(words)
 
@@ -342,6 +605,11 @@ def summary(self:SensitivityResult,
 
     Layers stand in the order that plans go by. No layer is in both lists, and none whose interval holds 0 is
     called fragile. What was skipped, and what has no interval, is listed with its reason.
+
+    Parameters
+    ----------
+    top : int, default 5
+        most rows of each kind
     """
     by = goes_by(self.ranked)
     top = check_count(top, "top", least=0)
@@ -354,7 +622,19 @@ def html_table(
     head:list, # titles of the columns
     rows:list, # of lists of cells, in HTML
 )->str:
-    "A table in HTML"
+    """A table in HTML
+
+    Parameters
+    ----------
+    head : list
+        titles of the columns
+    rows : list
+        of lists of cells, in HTML
+
+    Returns
+    -------
+    str
+    """
     titles = "".join(f"<th>{title}</th>" for title in head)
     lines = [f"<tr>{titles}</tr>"]
     for row in rows:
@@ -420,7 +700,17 @@ def _repr_html_(self:SensitivityResult, rows:int=20):
 def from_dict(cls:SensitivityResult,
     d:dict, # from `as_dict`, perhaps through a file
 )->SensitivityResult:
-    "A result from its plain dictionary"
+    """A result from its plain dictionary
+
+    Parameters
+    ----------
+    d : dict
+        from `as_dict`, perhaps through a file
+
+    Returns
+    -------
+    SensitivityResult
+    """
     result = {**d}
     result["baseline_metric"] = float(d["baseline_metric"])
     result["baseline_objective"] = _as_float(d.get("baseline_objective"))
@@ -442,5 +732,11 @@ def to_dataframe(self:SensitivityResult):
 def to_csv(self:SensitivityResult,
     path, # file to write
 ):
-    "Write `to_dataframe` as CSV"
+    """Write `to_dataframe` as CSV
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     self.to_dataframe().to_csv(path, index=False)

@@ -34,7 +34,13 @@ def _plain(x):
 def revive(
     x, # plain data from a file
 ):
-    "Plain data with the strings that `_plain` made turned back into numbers"
+    """Plain data with the strings that `_plain` made turned back into numbers
+
+    Parameters
+    ----------
+    x
+        plain data from a file
+    """
     if isinstance(x, dict):
         return {key: revive(value) for key, value in x.items()}
     if isinstance(x, list):
@@ -49,7 +55,17 @@ def write_json(
     kind:str,  # name of what it holds
     data:dict, # plain data
 ):
-    "Write `data` with its kind to `path`"
+    """Write `data` with its kind to `path`
+
+    Parameters
+    ----------
+    path
+        file to write
+    kind : str
+        name of what it holds
+    data : dict
+        plain data
+    """
     everything = {"kind": kind, **_plain(data)}
     text = json.dumps(everything, indent=1, allow_nan=False)
     Path(path).write_text(text, encoding="utf-8")
@@ -59,7 +75,17 @@ def read_json(
     kind:str,       # what it has to hold
     build:Callable, # plain data -> result
 ):
-    "What `build` makes of the data that `write_json` wrote. Raises ValueError if the file holds something else"
+    """What `build` makes of the data that `write_json` wrote. Raises ValueError if the file holds something else
+
+    Parameters
+    ----------
+    path
+        file to read
+    kind : str
+        what it has to hold
+    build : Callable
+        plain data -> result
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         data = json.loads(text)
@@ -77,7 +103,13 @@ def read_json(
 def nested(
     x, # data, perhaps with results in it
 ):
-    "The same data with every result in it as a plain dictionary"
+    """The same data with every result in it as a plain dictionary
+
+    Parameters
+    ----------
+    x
+        data, perhaps with results in it
+    """
     if hasattr(x, "as_dict"): return x.as_dict()
     if isinstance(x, Mapping):
         return {key: nested(value) for key, value in x.items()}
@@ -102,16 +134,34 @@ class Saved:
     def from_dict(cls,
         d:dict, # from `as_dict`, perhaps through a file
     ):
-        "What `as_dict` was made of"
+        """What `as_dict` was made of
+
+        Parameters
+        ----------
+        d : dict
+            from `as_dict`, perhaps through a file
+        """
         return cls(**d)
     def to_json(self,
         path, # file to write
     ):
-        "Write everything to a JSON file"
+        """Write everything to a JSON file
+
+        Parameters
+        ----------
+        path
+            file to write
+        """
         write_json(path, self.kind(), self.as_dict())
     @classmethod
     def from_json(cls,
         path, # file that `to_json` wrote
     ):
-        "Read it back, equal to what was saved. Raises ValueError if the file holds something else"
+        """Read it back, equal to what was saved. Raises ValueError if the file holds something else
+
+        Parameters
+        ----------
+        path
+            file that `to_json` wrote
+        """
         return read_json(path, cls.kind(), cls.from_dict)

@@ -24,7 +24,15 @@ from fasterai_sens.core.results import (
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
 @dataclass(repr=False)
 class SweepResult(Saved, Sequence):
-    "Sensitivity of every layer at several levels: a sequence in the order given, and curves from mild to harsh"
+    """Sensitivity of every layer at several levels: a sequence in the order given, and curves from mild to harsh
+
+    Parameters
+    ----------
+    results : list
+        a `SensitivityResult` for each level; layers may differ from level to level
+    order : list, default list()
+        layer names in model order; needed if levels differ by layer
+    """
     results:list # a `SensitivityResult` for each level; layers may differ from level to level
     order:list=field(default_factory=list, compare=False) # layer names in model order; needed if levels differ by layer
 
@@ -44,7 +52,13 @@ class SweepResult(Saved, Sequence):
 
     @property
     def by_strength(self)->list: # of `SensitivityResult`
-        "The results from mild to harsh"
+        """The results from mild to harsh
+
+        Returns
+        -------
+        list
+            of `SensitivityResult`
+        """
         return sorted(self.results, key=attrgetter("level_strength"))
 
     @property
@@ -56,7 +70,13 @@ class SweepResult(Saved, Sequence):
 # %% ../../nbs/core/09_sweeps.ipynb #4bdd9d29
 @patch(as_prop=True)
 def names(self:SweepResult)->list: # of str
-    "Layer names in model order"
+    """Layer names in model order
+
+    Returns
+    -------
+    list
+        of str
+    """
     rows = [row for result in self.by_strength for row in result.layers]
     found = dict.fromkeys(row.name for row in rows)
     place = {name: i for i, name in enumerate(self.order)}
@@ -66,7 +86,18 @@ def names(self:SweepResult)->list: # of str
 def rows(self:SweepResult,
     name:str, # layer name
 )->dict:      # level -> `LayerSensitivity`, mildest first
-    "The rows of one layer at the levels at which it was measured. Raises KeyError for an unknown name"
+    """The rows of one layer at the levels at which it was measured. Raises KeyError for an unknown name
+
+    Parameters
+    ----------
+    name : str
+        layer name
+
+    Returns
+    -------
+    dict
+        level -> `LayerSensitivity`, mildest first
+    """
     if name not in self.names: raise unknown_name(name, self.names)
     found = {}
     for result in self.by_strength:
@@ -83,6 +114,11 @@ def curve(self:SweepResult,
 
     Its columns are metric, delta and stderr; low and high of the 95 % interval if there is one; objective and
     objective_delta if they were recorded. Raises KeyError for an unknown name.
+
+    Parameters
+    ----------
+    name : str
+        layer name
     """
     import pandas as pd
     rows = self.rows(name)
@@ -110,7 +146,13 @@ def to_dataframe(self:SweepResult):
 def to_csv(self:SweepResult,
     path, # file to write
 ):
-    "Write the metrics as CSV: one row for each layer, one column for each level, empty where it was not measured"
+    """Write the metrics as CSV: one row for each layer, one column for each level, empty where it was not measured
+
+    Parameters
+    ----------
+    path
+        file to write
+    """
     import pandas as pd
     rows = {name: self.rows(name) for name in self.names}
     columns = {}
@@ -128,14 +170,30 @@ def _metric_text(row:LayerSensitivity|None)->str:
 def from_dict(cls:SweepResult,
     d:dict, # from `as_dict`, perhaps through a file
 )->SweepResult:
-    "A sweep from its plain dictionary"
+    """A sweep from its plain dictionary
+
+    Parameters
+    ----------
+    d : dict
+        from `as_dict`, perhaps through a file
+
+    Returns
+    -------
+    SweepResult
+    """
     results = [SensitivityResult.from_dict(result) for result in d["results"]]
     return cls(results, d.get("order", []))
 
 # %% ../../nbs/core/09_sweeps.ipynb #bd4fce7c
 @patch(as_prop=True)
 def ranked(self:SweepResult)->list: # of str
-    "Names of the measured layers in model order, the first of each group of coupled layers"
+    """Names of the measured layers in model order, the first of each group of coupled layers
+
+    Returns
+    -------
+    list
+        of str
+    """
     first = {}
     for result in self.by_strength:
         for row in result.ranked: first.setdefault(row.group_id or row.name, row.name)
@@ -144,7 +202,13 @@ def ranked(self:SweepResult)->list: # of str
 
 @patch
 def curves(self:SweepResult)->dict: # layer name -> {level: `LayerSensitivity`}, mildest first
-    "`rows` of every layer in `ranked`"
+    """`rows` of every layer in `ranked`
+
+    Returns
+    -------
+    dict
+        layer name -> {level: `LayerSensitivity`}, mildest first
+    """
     found = {name: {} for name in self.ranked}
     for result in self.by_strength:
         for row in result.layers:
@@ -157,7 +221,22 @@ def rising_damages(
     ladder:list, # levels from mild to harsh
     by:str,      # "metric" or "objective"
 )->list:         # one for each of `ladder`
-    "Damage of one layer from mild to harsh, never falling; where it was not measured, that of the level before"
+    """Damage of one layer from mild to harsh, never falling; where it was not measured, that of the level before
+
+    Parameters
+    ----------
+    rows : dict
+        level -> `LayerSensitivity` of one layer, as `SweepResult.rows` has them
+    ladder : list
+        levels from mild to harsh
+    by : str
+        "metric" or "objective"
+
+    Returns
+    -------
+    list
+        one for each of `ladder`
+    """
     found, worst = [], 0.
     for level in ladder:
         if level in rows: worst = max(worst, damage(rows[level], by))
@@ -167,7 +246,18 @@ def rising_damages(
 def mean_damage(
     damages:list, # from mild to harsh, infinite where the model broke
 )->tuple:         # how many broke it, the mean of the others
-    "What layers of a sweep are ranked by"
+    """What layers of a sweep are ranked by
+
+    Parameters
+    ----------
+    damages : list
+        from mild to harsh, infinite where the model broke
+
+    Returns
+    -------
+    tuple
+        how many broke it, the mean of the others
+    """
     finite = [d for d in damages if math.isfinite(d)]
     n_broken = len(damages) - len(finite)
     return n_broken, math.fsum(finite)/max(1, len(finite))
@@ -183,6 +273,22 @@ def top(self:SweepResult,
     """The `n` most (or least) sensitive layers over the sweep
 
     Raises ValueError for a level that was not measured, or as `plan_basis` does.
+
+    Parameters
+    ----------
+    n : int, default 5
+        how many rows; all if larger than there are
+    most_sensitive : bool, default True
+        fragile first; False: robust first
+    by : str|None, default "metric"
+        "metric" or "objective"; None: what plans go by, the objective if it was recorded
+    level : default None
+        rank by the damage at this level; None: by the mean over all levels
+
+    Returns
+    -------
+    list
+        of `LayerSensitivity`, each at `level` or the harshest, or the last before it stopped
     """
     ladder = self.ladder
     if level is not None:
@@ -272,6 +378,11 @@ def summary(self:SweepResult,
     """Print the damage at each level of the most fragile and the most robust layers, and what was left out
 
     Layers stand in the order that plans go by. No layer is in both lists.
+
+    Parameters
+    ----------
+    top : int, default 5
+        most rows of each kind
     """
     by = self._basis()
     top = check_count(top, "top", least=0)
