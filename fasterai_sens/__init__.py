@@ -36,7 +36,7 @@ from .methods.quantize import Quantized, quantize_model
 from .methods.sparsify import Sparse, Sparsifier
 from .methods.torchao import split_plan, to_torchao_config
 from .plans.allocate import allocate, cost_table
-from .plans.applier import Compressor
+from .plans.applier import Applier
 from .plans.baselines import erk, global_magnitude, lamp, uniform
 from .plans.choices import CostTable
 from .plans.degradation import DegradationResult, analyze_degradation
@@ -63,8 +63,16 @@ _lazy = {
     "gradual_degradation_recovery": "train.recovery",
 }
 
+# Names of before: they work for two more versions, and say what to use instead.
+_retired = {"Compressor": "Applier"}
+
 
 def __getattr__(name):
+    if name in _retired:
+        from warnings import warn
+
+        warn(f"{name} is called {_retired[name]} now", DeprecationWarning, stacklevel=2)
+        return globals()[_retired[name]]
     if name not in _lazy:
         raise AttributeError(f"module 'fasterai_sens' has no attribute {name!r}")
     from importlib import import_module

@@ -31,7 +31,7 @@ from fasterai_sens import (
 from fasterai_sens.core.layers import all_units, find_units
 from fasterai_sens.measure.learner import falls, learner_metric
 from fasterai_sens.methods.sparsify import sparsity_report
-from fasterai_sens.plans.applier import Compressor
+from fasterai_sens.plans.applier import Applier
 
 
 class Small(nn.Module):
@@ -440,7 +440,7 @@ def test_plans_drop_filters_with_their_bias():
     sweep = SensitivityAnalyzer(model, x[:1], lambda m: F.cross_entropy(m(x), y, reduction="none"), higher_is_better=False).sweep(
         levels=[25, 50, 75], granularity="filter", verbose=False)
     plan = allocate(sweep, "60%", model=model, sample=x[:1])
-    compressor = Compressor(model, x[:1], ("sparsity",), settings=plan.settings)
+    compressor = Applier(model, x[:1], ("sparsity",), settings=plan.settings)
     with compressor(plan), torch.no_grad(): tried, biases = model(x), [int((m.bias == 0).sum()) for m in (model.conv, model.fc1, model.fc2)]
     plan.apply(model)
     assert sum(biases) > 0 and torch.equal(model(x), tried)

@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fasterai_sens import (
-    Compressor,
+    Applier,
     CostTable,
     LayerTargets,
     Plan,
@@ -57,7 +57,7 @@ def made_up(model, method, rng, names=None):
 
 def best_of_all(model, sweeps, budgets, pairs=frozenset()):
     """The least damage of all choices within the budgets, counted one by one."""
-    compressor, every = Compressor(model, x), choices(by_method(sweeps)[0], {}, pairs, "metric")
+    compressor, every = Applier(model, x), choices(by_method(sweeps)[0], {}, pairs, "metric")
     best = math.inf
     for picked in itertools.product(*(range(len(c.levels)) for c in every)):
         chosen = [(c, c.levels[i]) for c, i in zip(every, picked, strict=True)]
@@ -115,7 +115,7 @@ def test_all_methods_on_resnet(resnet):
     assert changes(before, fingerprint(model)) == []
     assert plan.costs["bytes"] <= .12*n_bytes(model) and plan.costs["flops"] <= .5*count_flops_params(model, images[:1], verbose=False)[0]
     assert any(plan.pruning.values()) and plan.quantization
-    with Compressor(model, images[:1], settings=plan.settings)(plan), torch.no_grad():
+    with Applier(model, images[:1], settings=plan.settings)(plan), torch.no_grad():
         measured = model(images)
     assert changes(before, fingerprint(model)) == []
     small = deepcopy(model)
@@ -216,7 +216,7 @@ def test_dropped_weights_are_counted_as_they_are(granularity):
     """Blocks and patterns: what is counted is what is zero."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8*16, 4))
     image = torch.randn(1, 4, 6, 6, generator=g)
-    compressor = Compressor(model, image, ("sparsity",), settings={"sparsity": {"granularity": granularity}})
+    compressor = Applier(model, image, ("sparsity",), settings={"sparsity": {"granularity": granularity}})
     plan = Plan(sparsity=LayerTargets({"0": 40, "2": 50}))
     with compressor(plan):
         left = sum(int((p != 0).sum()) for p in model.parameters())
@@ -229,13 +229,13 @@ def test_bytes_are_those_of_quantize_model():
     model = toy()
     bits = {"0": 4, "2": 3, "4": 8}
     with quantize_model(model, bits) as applied:
-        assert Compressor(model, x).costs(Plan(quantization=BitPlan(bits)), ("bytes",)) == {"bytes": applied.size_bytes}
+        assert Applier(model, x).costs(Plan(quantization=BitPlan(bits)), ("bytes",)) == {"bytes": applied.size_bytes}
 
 
 def test_left_alone_after_an_exception():
     """Whatever happens inside the block, the model comes back."""
     model = toy()
-    before, compressor = fingerprint(model), Compressor(model, x)
+    before, compressor = fingerprint(model), Applier(model, x)
     plan = Plan(pruning={"0": 50}, sparsity={"2": 50}, quantization={"4": 4})
     with pytest.raises(KeyboardInterrupt), compressor(plan):
         raise KeyboardInterrupt
@@ -307,7 +307,7 @@ def test_patterns_and_channels_do_not_mix(residual):
     settings = {"sparsity": {"granularity": "2:4"}, "quantization": {"group_size": 8}}
     for m in settings:
         with pytest.raises(ValueError, match="plan for pruning without it"):
-            Compressor(model, images[:1], ("pruning", m), settings={m: settings[m]})
+            Applier(model, images[:1], ("pruning", m), settings={m: settings[m]})
 
 
 def test_attention_between_tokens_of_other_numbers():
@@ -341,7 +341,7 @@ def test_nothing_is_done_before_all_is_there():
     with pytest.raises(ValueError, match="activations need ranges"):
         plan.apply(model)
     assert changes(before, fingerprint(model)) == []
-    with Compressor(model, x, ("sparsity", "quantization"), settings={"quantization": plan.quantization.settings}, calibration_data=x)(plan), torch.no_grad():
+    with Applier(model, x, ("sparsity", "quantization"), settings={"quantization": plan.quantization.settings}, calibration_data=x)(plan), torch.no_grad():
         expected = model(x)
     plan.apply(model, x, calibration_data=x)
     with torch.no_grad():
@@ -448,7 +448,7 @@ def test_near_the_best_of_more_plans_than_are_looked_at(seed, monkeypatch):
 def test_channels_are_computed_and_the_plan_is_counted():
     """Hundreds of plans are compared, and channels are really taken out for the trial and for the answer only; with wrong widths all is counted, and the plan is the same."""
     model, x, sweep, _, _ = benchmark().problem(5, 3)
-    compressor = Compressor(model, x, ("pruning",))
+    compressor = Applier(model, x, ("pruning",))
     removed, really = [], type(next(iter(compressor.groups.values())).graph).remove
     def counted(graph, parts):
         removed.append(len(parts))
@@ -457,7 +457,7 @@ def test_channels_are_computed_and_the_plan_is_counted():
         m.setattr(type(next(iter(compressor.groups.values())).graph), "remove", counted)
         plan = allocate(sweep, "50%", "flops", model=model, sample=x)
         proof = len(removed)
-        Compressor(model, x, ("pruning",))
+        Applier(model, x, ("pruning",))
         assert proof - (len(removed) - proof) <= 3   # beyond those of finding the groups
         m.setattr(widths, "find_widths", lambda *args: (None, set()))
         slow = allocate(sweep, "50%", "flops", model=model, sample=x)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fasterai_sens import (
-    Compressor,
+    Applier,
     Pruner,
     SensitivityAnalyzer,
     allocate,
@@ -76,5 +76,5 @@ def test_one_bar_at_a_time(case, capsys, monkeypatch):
         raise KeyboardInterrupt
     assert not progress._open
     report("nobody listens")
-    with slow_bar(verbose=False): Compressor(model, x, ("pruning",))
+    with slow_bar(verbose=False): Applier(model, x, ("pruning",))
     assert capsys.readouterr() == ("", "")

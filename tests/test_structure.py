@@ -142,3 +142,24 @@ def test_import_is_light():
     assert names.strip() == "ok" and star.startswith("SparsifyCallback SensitivityAnalyzer")
     with pytest.raises(AttributeError, match="no attribute 'Sparsify'"): fasterai_sens.Sparsify  # noqa: B018
     assert "SparsifyCallback" in dir(fasterai_sens)
+
+
+def test_retired_names_work_and_say_so():
+    """A name of before is the new one, with a warning that names it; `fasterai_sens.all` still has it."""
+    from fasterai_sens import all as everything
+
+    for old, new in fasterai_sens._retired.items():
+        with pytest.warns(DeprecationWarning, match=f"{old} is called {new} now"):
+            assert getattr(fasterai_sens, old) is getattr(fasterai_sens, new)
+        assert getattr(everything, old) is getattr(fasterai_sens, new) and old in everything.__all__
+
+
+def test_contributing_names_every_test_file():
+    """The table in CONTRIBUTING.md lists what is in `tests/`, and nothing else."""
+    named = set(re.findall(r"`(\w+\.py)`", (root / "CONTRIBUTING.md").read_text().split("| file | proves |")[1].split("\n\n")[0]))
+    assert named == {p.name for p in (root / "tests").glob("*.py")}
+
+
+def test_citation_has_the_version():
+    """CITATION.cff names the version of `__init__.py`."""
+    assert f"\nversion: {fasterai_sens.__version__}\n" in (root / "CITATION.cff").read_text()

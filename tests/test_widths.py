@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from fasterai_sens import Compressor, LayerTargets, Plan, changes, compress_to_size, count_flops_params, fingerprint, n_bytes
+from fasterai_sens import Applier, LayerTargets, Plan, changes, compress_to_size, count_flops_params, fingerprint, n_bytes
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.methods.proof import channel_groups
 from fasterai_sens.methods.widths import find_widths
@@ -20,7 +20,7 @@ def compressor_of(model, x):
     """A compressor of a model in evaluation mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Compressor(model.eval(), x)
+        return Applier(model.eval(), x)
 
 
 def check_random_plans(compressor, n=3):
