@@ -25,7 +25,7 @@ from fasterai_sens import (
 )
 from fasterai_sens.core.inputs import check_sample
 from fasterai_sens.core.layers import all_units
-from fasterai_sens.core.protocol import methods
+from fasterai_sens.core.protocol import methods, taken
 from fasterai_sens.methods.proof import channel_groups
 
 torch.set_num_threads(1)
@@ -250,7 +250,8 @@ def prepare(setup, model, x):
     cls, (units, _) = CLASSES[name], all_units(model)
     units = cls.find_units(model, units, x)
     data = [(x, torch.zeros(len(x), dtype=torch.long))]
-    make = cls.configure(model=model, units=units, calibration_data=data, sample=x, **{k: v for k, v in options.items() if k != "level"})
+    offered = taken(cls.configure, dict(model=model, units=units, calibration_data=data, sample=x))
+    make = cls.configure(**offered, **{k: v for k, v in options.items() if k != "level"})
     p = make(options.get("level", cls.default_level))
     reasons = {u: p.refusal(u) for u in units}
     assert all(why is None or isinstance(why, str) and why for why in reasons.values())
