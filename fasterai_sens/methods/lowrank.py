@@ -36,38 +36,103 @@ def as_matrices(
     w:Tensor,     # `[rows, columns, *kernel]`
     groups:int=1, # of a convolution
 )->Tensor:        # `[groups, rows/groups, columns*kernel]`
-    "The weight as one matrix for each group"
+    """The weight as one matrix for each group
+
+    Parameters
+    ----------
+    w : Tensor
+        `[rows, columns, *kernel]`
+    groups : int, default 1
+        of a convolution
+
+    Returns
+    -------
+    Tensor
+        `[groups, rows/groups, columns*kernel]`
+    """
     return w.unflatten(0, (groups, -1)).flatten(2)
 
 def count_groups(
     unit, # a `Unit`, or an outline of one
 )->int:
-    "How many groups its layer has; 1 for what is no convolution"
+    """How many groups its layer has; 1 for what is no convolution
+
+    Parameters
+    ----------
+    unit
+        a `Unit`, or an outline of one
+
+    Returns
+    -------
+    int
+    """
     holder = getattr(unit, "module", unit)
     return getattr(holder, "groups", 1)
 
 # %% ../../nbs/methods/12_lowrank.ipynb #f0007f1e
 @dataclass(frozen=True)
 class MatrixSize:
-    "How large the matrices of a weight are"
+    """How large the matrices of a weight are
+
+    Parameters
+    ----------
+    groups : int
+        how many matrices there are
+    rows : int
+        of each
+    columns : int
+        of each
+    """
     groups:int  # how many matrices there are
     rows:int    # of each
     columns:int # of each
     def n_numbers(self,
         rank:int|None=None, # None: not factorized
     )->int:
-        "How many numbers are stored"
+        """How many numbers are stored
+
+        Parameters
+        ----------
+        rank : int|None, default None
+            None: not factorized
+
+        Returns
+        -------
+        int
+        """
         each = self.rows*self.columns if rank is None else rank*(self.rows + self.columns)
         return self.groups*each
     def pct_removed(self,
         rank:int|None, # None: not factorized
     )->float:          # percent of the weights
-        "How much a rank saves"
+        """How much a rank saves
+
+        Parameters
+        ----------
+        rank : int|None
+            None: not factorized
+
+        Returns
+        -------
+        float
+            percent of the weights
+        """
         return 100*(1 - self.n_numbers(rank)/self.n_numbers())
     def rank_at(self,
         pct:float, # percent of the weights that are to go
     )->int:        # 0 if rank 1 does not save that much
-        "The largest rank that saves so much"
+        """The largest rank that saves so much
+
+        Parameters
+        ----------
+        pct : float
+            percent of the weights that are to go
+
+        Returns
+        -------
+        int
+            0 if rank 1 does not save that much
+        """
         kept = (100 - Fraction(pct))/100*self.n_numbers()
         ranks = kept/self.n_numbers(1)
         return math.floor(ranks + Fraction(1, 10**9))   # a level that was computed from a rank comes back to it
@@ -75,27 +140,69 @@ class MatrixSize:
 def matrix_size(
     unit, # a `Unit`, or an outline of one
 )->MatrixSize:
-    "How large the matrices of its weight are"
+    """How large the matrices of its weight are
+
+    Parameters
+    ----------
+    unit
+        a `Unit`, or an outline of one
+
+    Returns
+    -------
+    MatrixSize
+    """
     groups, shape = count_groups(unit), unit.weight.shape
     return MatrixSize(groups, shape[0]//groups, math.prod(shape[1:]))
 
 # %% ../../nbs/methods/12_lowrank.ipynb #5dbfd61d
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    "The singular value decomposition of a weight, as far as it is of use"
+    """The singular value decomposition of a weight, as far as it is of use
+
+    Parameters
+    ----------
+    left : Tensor
+        `[groups, rows, most]`, each column times the root of its singular value
+    right : Tensor
+        `[groups, most, columns]`, each row times the root of its singular value
+    values : Tensor
+        `[groups, rows or columns]`, all singular values, falling
+    """
     left:Tensor   # `[groups, rows, most]`, each column times the root of its singular value
     right:Tensor  # `[groups, most, columns]`, each row times the root of its singular value
     values:Tensor # `[groups, rows or columns]`, all singular values, falling
     def product(self,
         rank:int, # how many terms
     )->Tensor:    # `[groups, rows, columns]`
-        "The best approximation of this rank"
+        """The best approximation of this rank
+
+        Parameters
+        ----------
+        rank : int
+            how many terms
+
+        Returns
+        -------
+        Tensor
+            `[groups, rows, columns]`
+        """
         with torch.autocast(self.left.device.type, enabled=False):
             return self.left[..., :rank] @ self.right[:, :rank]
     def error(self,
         rank:int, # how many terms
     )->float:     # 0 to 1
-        "Distance of the approximation from the weight, as a share of the size of the weight"
+        """Distance of the approximation from the weight, as a share of the size of the weight
+
+        Parameters
+        ----------
+        rank : int
+            how many terms
+
+        Returns
+        -------
+        float
+            0 to 1
+        """
         squares = self.values.double().square()
         whole, lost = float(squares.sum()), float(squares[:, rank:].sum())
         return math.sqrt(lost/whole) if whole else 0.
@@ -104,7 +211,17 @@ class Spectrum:
 def decompose(
     matrices:Tensor, # `[groups, rows, columns]`, any floating type
 )->Spectrum:
-    "The singular value decomposition of each matrix"
+    """The singular value decomposition of each matrix
+
+    Parameters
+    ----------
+    matrices : Tensor
+        `[groups, rows, columns]`, any floating type
+
+    Returns
+    -------
+    Spectrum
+    """
     _, rows, columns = matrices.shape
     most = max(1, rows*columns//(rows + columns))
     work = matrices.detach().to(torch.promote_types(matrices.dtype, torch.float32))
@@ -123,7 +240,19 @@ class Spectra:
         w:Tensor,     # a weight
         groups:int=1, # of its layer
     )->Spectrum:
-        "The decomposition of the weight as it is now"
+        """The decomposition of the weight as it is now
+
+        Parameters
+        ----------
+        w : Tensor
+            a weight
+        groups : int, default 1
+            of its layer
+
+        Returns
+        -------
+        Spectrum
+        """
         w = w.detach()
         key = place(w), w.dtype, w.shape, w.stride(), groups
         if key in self.known:
@@ -139,7 +268,17 @@ _plain = *convs, *transposed_convs, nn.Linear
 def is_plain(
     module:nn.Module, # any module
 )->bool:
-    "Whether `module` computes just what its class says, and that is a linear layer or a convolution"
+    """Whether `module` computes just what its class says, and that is a linear layer or a convolution
+
+    Parameters
+    ----------
+    module : nn.Module
+        any module
+
+    Returns
+    -------
+    bool
+    """
     if "forward" in vars(module): return False   # replaced, as some packages do
     if is_hf_conv1d(module): return type(module).__name__ == "Conv1D"
     return type(module) in _plain
@@ -148,7 +287,19 @@ def is_transposed(
     module:nn.Module, # a linear layer
     other:nn.Module,  # another one with the same numbers
 )->bool:
-    "Whether the weight of one is that of the other turned round, over the same memory"
+    """Whether the weight of one is that of the other turned round, over the same memory
+
+    Parameters
+    ----------
+    module : nn.Module
+        a linear layer
+    other : nn.Module
+        another one with the same numbers
+
+    Returns
+    -------
+    bool
+    """
     if type(module) is not nn.Linear or type(other) is not nn.Linear: return False
     turned = other.weight.t()
     return (module.weight.shape, module.weight.stride()) == (turned.shape, turned.stride())
@@ -162,7 +313,18 @@ def _fit_together(first:nn.Module, other:nn.Module)->bool:
 def obstacle(
     unit:Unit, # what to compress
 )->str|None:   # reason, or None
-    "Why two layers cannot stand for `unit`, as far as it can be told from the layer itself"
+    """Why two layers cannot stand for `unit`, as far as it can be told from the layer itself
+
+    Parameters
+    ----------
+    unit : Unit
+        what to compress
+
+    Returns
+    -------
+    str|None
+        reason, or None
+    """
     if unit.attr != "weight":
         return f"{unit.layer_type} does not call it as a layer, so there cannot be two in its place"
     if not unit.name: return "the model is this layer; put it into nn.Sequential, and it can be replaced"
@@ -181,7 +343,20 @@ def watch_calls(
     model:nn.Module, # any model; comes back as it was
     sample,          # one example input
 )->dict:             # module -> whether each call had the input alone
-    "The modules that `model` calls on `sample` in evaluation mode"
+    """The modules that `model` calls on `sample` in evaluation mode
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back as it was
+    sample
+        one example input
+
+    Returns
+    -------
+    dict
+        module -> whether each call had the input alone
+    """
     model = getattr(model, "_orig_mod", model)   # without the shell of `torch.compile`
     calls = {}
     def note(module, args, kwargs):
@@ -209,7 +384,22 @@ def find_obstacles(
     units:list,      # of `Unit`
     sample=None,     # one example input; None: do not look who is called
 )->dict:             # name of a unit -> why two layers cannot stand for it
-    "What stands in the way, as far as it takes the model to tell"
+    """What stands in the way, as far as it takes the model to tell
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back as it was
+    units : list
+        of `Unit`
+    sample : default None
+        one example input; None: do not look who is called
+
+    Returns
+    -------
+    dict
+        name of a unit -> why two layers cannot stand for it
+    """
     calls = None if sample is None else watch_calls(model, sample)
     reasons = {}
     for unit in units:
@@ -226,7 +416,17 @@ def find_obstacles(
 @method("low_rank")
 @dataclass(frozen=True)
 class LowRank(Perturbation):
-    "Lower the rank of one unit: `with LowRank(50)(model, unit): ...`"
+    """Lower the rank of one unit: `with LowRank(50)(model, unit): ...`
+
+    Parameters
+    ----------
+    pct : float, default 50
+        percent of the weights to save
+    spectra : Spectra, default Spectra()
+        shared by the levels of a sweep
+    obstacles : Mapping, default dict()
+        from `find_obstacles`
+    """
     pct:float=50   # percent of the weights to save
     spectra:Spectra=field(default_factory=Spectra, repr=False, compare=False)  # shared by the levels of a sweep
     obstacles:Mapping=field(default_factory=dict, repr=False, compare=False)   # from `find_obstacles`
@@ -242,7 +442,17 @@ class LowRank(Perturbation):
         units,       # all units that are to be measured
         sample=None, # one example input, to see which layers are called
     ):
-        "Find out which of `units` two layers can stand for, and share one decomposition of each weight"
+        """Find out which of `units` two layers can stand for, and share one decomposition of each weight
+
+        Parameters
+        ----------
+        model
+            model whose layers are factorized
+        units
+            all units that are to be measured
+        sample : default None
+            one example input, to see which layers are called
+        """
         return partial(cls, spectra=Spectra(), obstacles=find_obstacles(model, units, sample))
     @property
     def level(self): return self.pct
@@ -250,7 +460,16 @@ class LowRank(Perturbation):
 # %% ../../nbs/methods/12_lowrank.ipynb #f3ac336a
 @patch
 def obstacle_to(self:LowRank, unit)->str|None:
-    "Why `unit` cannot be factorized at any level, or None"
+    """Why `unit` cannot be factorized at any level, or None
+
+    Parameters
+    ----------
+    unit
+
+    Returns
+    -------
+    str|None
+    """
     why = obstacle(unit) or self.obstacles.get(unit.name)
     if why: return why
     size = matrix_size(unit)
@@ -261,7 +480,12 @@ def obstacle_to(self:LowRank, unit)->str|None:
 
 @patch
 def refusal(self:LowRank, unit):
-    "Why `unit` cannot be factorized at this level, or None"
+    """Why `unit` cannot be factorized at this level, or None
+
+    Parameters
+    ----------
+    unit
+    """
     why = self.obstacle_to(unit)
     if why: return why
     size = matrix_size(unit)
@@ -275,14 +499,31 @@ def refusal(self:LowRank, unit):
 def rank_of(self:LowRank,
     unit, # a `Unit`, or an outline of one
 )->int|None: # None: it stays as it is
-    "The rank that this level comes to in `unit`, 1 at least"
+    """The rank that this level comes to in `unit`, 1 at least
+
+    Parameters
+    ----------
+    unit
+        a `Unit`, or an outline of one
+
+    Returns
+    -------
+    int|None
+        None: it stays as it is
+    """
     size = matrix_size(unit)
     if not self.pct or size.pct_removed(1) <= 0: return None
     return max(1, size.rank_at(self.pct))
 
 @patch
 def change(self:LowRank, model, unit):
-    "Write the best approximation into the weight of `unit`"
+    """Write the best approximation into the weight of `unit`
+
+    Parameters
+    ----------
+    model
+    unit
+    """
     rank = self.rank_of(unit)
     if rank is None: return
     product = self.spectra.find(unit.weight, count_groups(unit)).product(rank)
@@ -327,7 +568,20 @@ def thin_layers(
     module:nn.Module, # a plain layer
     rank:int,         # of each group
 )->tuple:             # of two modules
-    "The two layers that take the place of one, without numbers"
+    """The two layers that take the place of one, without numbers
+
+    Parameters
+    ----------
+    module : nn.Module
+        a plain layer
+    rank : int
+        of each group
+
+    Returns
+    -------
+    tuple
+        of two modules
+    """
     if type(module) in (*convs, *transposed_convs): return _thin_convs(module, rank)
     n_in, n_out = module.weight.shape
     if isinstance(module, nn.Linear): n_out, n_in = n_in, n_out
@@ -349,7 +603,22 @@ def thin_weights(
     spectrum:Spectrum, # of its weight
     rank:int,          # of each group
 )->list:               # of two parameters
-    "The weights of the two layers, of the type of the one weight"
+    """The weights of the two layers, of the type of the one weight
+
+    Parameters
+    ----------
+    module : nn.Module
+        a plain layer
+    spectrum : Spectrum
+        of its weight
+    rank : int
+        of each group
+
+    Returns
+    -------
+    list
+        of two parameters
+    """
     w = module.weight
     left, right = spectrum.left[..., :rank], spectrum.right[:, :rank]
     if is_hf_conv1d(module): first, second = left[0].t(), right[0].t()
@@ -375,7 +644,21 @@ def in_two(
     weights:list,     # of two parameters
     rank:int,         # of each group
 )->TwoLayers:
-    "Two layers in the place of `module`"
+    """Two layers in the place of `module`
+
+    Parameters
+    ----------
+    module : nn.Module
+        a plain layer; not changed
+    weights : list
+        of two parameters
+    rank : int
+        of each group
+
+    Returns
+    -------
+    TwoLayers
+    """
     first, second = thin_layers(module, rank)
     first.weight, second.weight = weights
     second.bias = module.bias
@@ -391,7 +674,22 @@ def split_unit(
     spectrum:Spectrum, # of its weight
     rank:int,          # of each group
 )->dict:               # module -> `TwoLayers`
-    "Two layers for each layer that holds the weight; what was tied stays tied"
+    """Two layers for each layer that holds the weight; what was tied stays tied
+
+    Parameters
+    ----------
+    unit : Unit
+        what to factorize
+    spectrum : Spectrum
+        of its weight
+    rank : int
+        of each group
+
+    Returns
+    -------
+    dict
+        module -> `TwoLayers`
+    """
     weights = thin_weights(unit.module, spectrum, rank)
     pairs = {}
     for module in unit.modules:
@@ -406,14 +704,34 @@ def swap_modules(
     model:nn.Module, # changed in place
     new:dict,        # module -> what takes its place
 ):
-    "Put modules in the place of others, wherever in the model they are"
+    """Put modules in the place of others, wherever in the model they are
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place
+    new : dict
+        module -> what takes its place
+    """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in new: parent._modules[name] = new[child]
     forget_casts()
 
 class AppliedRanks:
-    "Layers of a model that are two layers now, until `remove()`"
+    """Layers of a model that are two layers now, until `remove()`
+
+    Parameters
+    ----------
+    model : nn.Module
+        the model
+    rows : list
+        what `report` returns
+    pairs : dict
+        module -> `TwoLayers` in its place
+    skipped : list
+        of (name, reason)
+    """
     def __init__(self,
         model:nn.Module, # the model
         rows:list,       # what `report` returns
@@ -428,7 +746,13 @@ class AppliedRanks:
         return f"AppliedRanks({len(self.rows)} layers, {before:,} -> {after:,} parameters)"
     def report(self)->list: # dicts of layer, type, asked, rank, before, after, removed, error
         """What became of each layer: the percent of its weights that was asked for and that was removed, its rank,
-        its parameters before and after, and the error in percent of the weight, when it was factorized"""
+        its parameters before and after, and the error in percent of the weight, when it was factorized
+
+        Returns
+        -------
+        list
+            dicts of layer, type, asked, rank, before, after, removed, error
+        """
         return [dict(row) for row in self.rows]
 
 # %% ../../nbs/methods/12_lowrank.ipynb #db86dd61
@@ -468,7 +792,21 @@ def factorize(
 
     A level out of reach comes to rank 1. What was made of the parameters before, such as an optimizer, has to be made
     anew. Raises KeyError for an unknown layer, ValueError for a level that makes no sense or a layer that cannot be
-    factorized; with one level for all, such layers are in `skipped`."""
+    factorized; with one level for all, such layers are in `skipped`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        changed in place, until `remove()`
+    plan
+        percent of the weights to save in each layer, or layer name -> percent
+    sample : default None
+        one example input, to see which layers are called; None: all are taken to be
+
+    Returns
+    -------
+    AppliedRanks
+    """
     levels = _asked(model, plan)
     make = LowRank.configure(model=model, units=list(levels), sample=sample)
     rows, pairs, refused = [], {}, {}
@@ -509,7 +847,13 @@ def _can_merge(module:nn.Module, pair:nn.Module)->bool:
 def remove(self:AppliedRanks)->list: # names of the layers that are one again
     """Make one layer of two again, with their product as weight; once more does nothing
 
-    Layers that were changed since, or are not in the model any more, stay as they are, with a warning."""
+    Layers that were changed since, or are not in the model any more, stay as they are, with a warning.
+
+    Returns
+    -------
+    list
+        names of the layers that are one again
+    """
     names = {module: name for name, module in self.model.named_modules()}
     back, left = {}, []
     for module, pair in self.pairs.items():
@@ -536,11 +880,31 @@ def summary(self:AppliedRanks):
 # %% ../../nbs/methods/12_lowrank.ipynb #f8d248df
 @patch
 def shrink(self:LowRank, unit, footprint, n_biases=0):
-    "The numbers of the two layers"
+    """The numbers of the two layers
+
+    Parameters
+    ----------
+    unit
+        its `name`, `weight` and `filters` are as they are now; the numbers may be missing
+    footprint
+        of the unit before
+    n_biases : default 0
+        how many biases go with its filters
+    """
     size = matrix_size(unit)
     return replace(footprint, n_weights=size.n_numbers(self.rank_of(unit)))
 
 @patch(cls_method=True)
 def apply(cls:LowRank, model, targets, *, sample=None, criteria=None, calibration_data=None, settings=()):
-    "Put two layers in the place of each; returns the `AppliedRanks`"
+    """Put two layers in the place of each; returns the `AppliedRanks`
+
+    Parameters
+    ----------
+    model
+    targets
+    sample : default None
+    criteria : default None
+    calibration_data : default None
+    settings : default ()
+    """
     return factorize(model, targets, sample=sample)
