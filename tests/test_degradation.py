@@ -36,10 +36,9 @@ from fasterai_sens import (
     wanda,
 )
 from fasterai_sens.core.layers import find_units
-from fasterai_sens.core.protocol import methods
 from fasterai_sens.measure.scores import Score, compare
 from fasterai_sens.plans.degradation import DegradationResult, size_point
-from fasterai_sens.plans.sizes import PrunedSteps, QuantizedSteps, SparseSteps, check_size, pct_up, planner, stepped
+from fasterai_sens.plans.sizes import check_size, find_steps, pct_up, planner, stepped
 from fasterai_sens.plans.verdicts import allowed_points
 
 g = torch.Generator().manual_seed(0)
@@ -128,7 +127,7 @@ def test_budget_is_met_and_the_model_stays(name, cost, compression):
 def test_no_step_too_many(compression, share):
     """Without the last step that one of the layers made, or with one step less of each that is ahead, the model is too large."""
     net = small_net()
-    steps = methods[compression].steps_class(net, x[:1])
+    steps = find_steps(net, x[:1], compression)
     budget = share*steps.size({}, "bytes")
     plan, _ = planner(steps, "bytes")(budget)
     counts = steps.counts(steps.levels(plan))
@@ -150,11 +149,11 @@ def test_alike_is_alike():
     net = small_net()
     sparse = compress_to_size(net, x[:1], 50, "sparsity").plan
     assert max(sparse.values()) - min(sparse.values()) < 100/216 + 1e-9
-    pruned = PrunedSteps(net, x[:1])
+    pruned = find_steps(net, x[:1], "pruning")
     for share in (.3, .5, .8):
         plan, _ = planner(pruned, "flops")(share*pruned.size({}, "flops"))
         assert abs(plan["0"] - plan["3"]) <= 100/8
-    bits = planner(QuantizedSteps(net, x[:1]), "bytes")(.3*n_bytes(net))[0]
+    bits = planner(find_steps(net, x[:1], "quantization"), "bytes")(.3*n_bytes(net))[0]
     assert set(bits) == {"0", "3", "6"} and max(bits.values()) - min(bits.values()) <= 1
 
 
@@ -162,7 +161,7 @@ def test_a_plan_is_scaled():
     """The order of the layers stays, layers that are not named stay as they are, and the plan's own size gives the plan."""
     net = small_net()
     plan = LayerTargets({"0": 25, "3": 50})
-    own = SparseSteps(net, x[:1]).size(plan, "params")
+    own = find_steps(net, x[:1], "sparsity").size(plan, "params")
     again = compress_to_size(net, x[:1], own, "sparsity", cost="params", absolute=True, plan=plan)
     assert again.plan == plan
     for size in ("95 %", "60 %"):
@@ -170,7 +169,7 @@ def test_a_plan_is_scaled():
         assert set(got) == {"0", "3"} and got["3"] > got["0"]
     mild = compress_to_size(net, x[:1], 42, "sparsity", cost="params", plan={"0": 20, "3": 100})
     assert 0 < mild.plan["0"] < 20 < mild.plan["3"] < 100, "a layer that goes altogether does not go before all others"
-    bits = planner(QuantizedSteps(net, x[:1]), "bytes", {"0": 8, "3": 4})
+    bits = planner(find_steps(net, x[:1], "quantization"), "bytes", {"0": 8, "3": 4})
     assert bits(1700)[0]["0"] > bits(1700)[0]["3"]
 
 

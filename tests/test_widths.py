@@ -11,7 +11,7 @@ from fasterai_sens import Applier, LayerTargets, Plan, changes, compress_to_size
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.methods.proof import channel_groups
 from fasterai_sens.methods.widths import find_widths
-from fasterai_sens.plans.sizes import PrunedSteps
+from fasterai_sens.plans.sizes import find_steps
 
 costs = ("params", "flops", "bytes")
 
@@ -139,7 +139,9 @@ def test_sizes_are_those_of_the_smaller_model(cost):
     small = compress_to_size(model, x, 40, cost=cost)
     real = dict(params=sum(p.numel() for p in small.model.parameters()), flops=count_flops_params(small.model, x, verbose=False)[0], bytes=n_bytes(small.model))
     assert small.size == real[cost] <= .4*small.dense_size
-    steps = PrunedSteps(model, x)
-    assert steps.size(small.plan, cost) == steps.counted_size(small.plan, cost) == small.size and cost in steps.computer[1]
-    steps.computer[0].each[cost] = steps.computer[0].each[cost]*1.01
+    steps = find_steps(model, x, "pruning")
+    counted = steps.applier.costs(Plan(pruning=small.plan), (cost,), really=True)[cost]
+    widths, right = steps.channels.computer
+    assert steps.size(small.plan, cost) == counted == small.size and cost in right
+    widths.each[cost] = widths.each[cost]*1.01
     assert not steps.holds(small.plan, cost) and steps.size(small.plan, cost) == small.size

@@ -538,11 +538,21 @@ def apply(cls:Pruned, model, targets, *, sample=None, criteria=large_final, cali
     Parameters
     ----------
     model
+        changed in place
     targets
+        layer name -> level
     sample : default None
+        one example input
     criteria : default large_final
+        which weights matter, for methods that rank them
     calibration_data : default None
+        for methods and criteria that use data
     settings : default ()
+        with which the targets were measured
+
+    Returns
+    -------
+    what may `hold()` the layers so while they are trained, say what it `skipped`, and `remove()` itself
     """
     pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, calibration_data=calibration_data)
     pruner.prune_model()

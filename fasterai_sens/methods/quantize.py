@@ -832,10 +832,20 @@ def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibrat
     Parameters
     ----------
     model
+        changed in place
     targets
+        layer name -> level
     sample : default None
+        one example input
     criteria : default None
+        which weights matter, for methods that rank them
     calibration_data : default None
+        for methods and criteria that use data
     settings : default ()
+        with which the targets were measured
+
+    Returns
+    -------
+    what may `hold()` the layers so while they are trained, say what it `skipped`, and `remove()` itself
     """
     return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **plan_options(targets))

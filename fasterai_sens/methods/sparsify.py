@@ -742,11 +742,21 @@ def apply(cls:Sparse, model, targets, *, sample=None, criteria=large_final, cali
     Parameters
     ----------
     model
+        changed in place
     targets
+        layer name -> level
     sample : default None
+        one example input
     criteria : default large_final
+        which weights matter, for methods that rank them
     calibration_data : default None
+        for methods and criteria that use data
     settings : default ()
+        with which the targets were measured
+
+    Returns
+    -------
+    what may `hold()` the layers so while they are trained, say what it `skipped`, and `remove()` itself
     """
     granularity = dict(settings).get("granularity", "weight")
     sparsifier = Sparsifier(model, granularity, criteria=criteria, calibration_data=calibration_data, sample=sample)

@@ -584,7 +584,8 @@ class ChannelActor:
         criteria:Criterion, # which channels matter, bound to the model
     ):
         self.model, self.sample = model, sample
-        self.groups = {g.name: g for g in channel_groups(model, sample) if not g.reason}
+        self.found = channel_groups(model, sample)   # also those that cannot be pruned, with their reasons
+        self.groups = {g.name: g for g in self.found if not g.reason}
         self.scores = {name: channel_scores(g, criteria) for name, g in self.groups.items()}
         self.owner = {n: g.name for g in self.groups.values() for n in g.members}
         self.picks, self.parts = {}, {}
