@@ -552,7 +552,7 @@ def apply(cls:Pruned, model, targets, *, sample=None, criteria=large_final, cali
 
     Returns
     -------
-    what may `hold()` the layers so while they are trained, say what it `skipped`, and `remove()` itself
+    may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, calibration_data=calibration_data)
     pruner.prune_model()

@@ -846,6 +846,6 @@ def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibrat
 
     Returns
     -------
-    what may `hold()` the layers so while they are trained, say what it `skipped`, and `remove()` itself
+    may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **plan_options(targets))

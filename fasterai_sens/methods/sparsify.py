@@ -756,7 +756,7 @@ def apply(cls:Sparse, model, targets, *, sample=None, criteria=large_final, cali
 
     Returns
     -------
-    what may `hold()` the layers so while they are trained, say what it `skipped`, and `remove()` itself
+    may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     granularity = dict(settings).get("granularity", "weight")
     sparsifier = Sparsifier(model, granularity, criteria=criteria, calibration_data=calibration_data, sample=sample)
