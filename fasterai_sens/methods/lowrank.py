@@ -901,10 +901,20 @@ def apply(cls:LowRank, model, targets, *, sample=None, criteria=None, calibratio
     Parameters
     ----------
     model
+        changed in place
     targets
+        layer name -> level
     sample : default None
+        one example input
     criteria : default None
+        which weights matter, for methods that rank them
     calibration_data : default None
+        for methods and criteria that use data
     settings : default ()
+        with which the targets were measured
+
+    Returns
+    -------
+    may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     return factorize(model, targets, sample=sample)
