@@ -161,14 +161,16 @@ class Book:
         self.path, self.module = path, ""
         self.functions, self.classes = {}, {}   # name -> `Signature`, `Class`
         self.patches = []                       # (name of a class, name of a method, `Signature`)
-        self.sources = []
+        self.sources, self.nodes = [], []       # of the exported cells; (source, node) of all that stands at their top
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             text = "".join(cell["source"])
             if found := re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.M): self.module = found[1]
             if cell["cell_type"] != "code" or not re.match(r"#\|\s*export", text): continue
             source = Source(text)
             self.sources.append(source)
-            for node in source.tree.body: self.read(source, node)
+            for node in source.tree.body:
+                self.nodes.append((source, node))
+                self.read(source, node)
 
     def read(self,
         source: Source,

@@ -53,10 +53,10 @@ def test_package_and_notebooks_are_in_step(tmp_path):
     for name in ("nbs", "fasterai_sens"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     shutil.copy(root / "pyproject.toml", tmp_path)
-    (tmp_path / "fasterai_sens" / "core" / "state.py").unlink()
+    for name in ("state.py", "results.pyi"): (tmp_path / "fasterai_sens" / "core" / name).unlink()
     steps = {**os.environ, "PYTHONPATH": str(root)}
     run("import nbdev.doclinks, nbdev.clean; nbdev.doclinks.nbdev_export(); nbdev.clean.nbdev_clean()", cwd=tmp_path, env=steps)
-    for old in [p for name in ("nbs", "fasterai_sens") for p in (root / name).rglob("*") if p.suffix in (".py", ".ipynb") and ".ipynb_checkpoints" not in p.parts]:
+    for old in [p for name in ("nbs", "fasterai_sens") for p in (root / name).rglob("*") if p.suffix in (".py", ".pyi", ".ipynb") and ".ipynb_checkpoints" not in p.parts]:
         assert (tmp_path / old.relative_to(root)).read_text() == old.read_text(), f"{old.name}: run `make export`"
 
 
