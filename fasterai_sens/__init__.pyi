@@ -46,7 +46,7 @@ from .methods.torchao import split_plan as split_plan
 from .methods.torchao import to_torchao_config as to_torchao_config
 from .plans.allocate import allocate as allocate
 from .plans.allocate import cost_table as cost_table
-from .plans.applier import Compressor as Compressor
+from .plans.applier import Applier as Applier
 from .plans.baselines import erk as erk
 from .plans.baselines import global_magnitude as global_magnitude
 from .plans.baselines import lamp as lamp

@@ -45,7 +45,7 @@ from fasterai_sens import split_plan as split_plan
 from fasterai_sens import to_torchao_config as to_torchao_config
 from fasterai_sens import allocate as allocate
 from fasterai_sens import cost_table as cost_table
-from fasterai_sens import Compressor as Compressor
+from fasterai_sens import Applier as Applier
 from fasterai_sens import erk as erk
 from fasterai_sens import global_magnitude as global_magnitude
 from fasterai_sens import lamp as lamp

@@ -64,6 +64,7 @@ def find_widths(model: nn.Module, sample, groups: list) -> tuple: ...
 class ChannelActor:
     model: nn.Module
     sample: Any
+    found: Any
     groups: Any
     scores: Any
     owner: Any
