@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['as_matrices', 'count_groups', 'MatrixSize', 'matrix_size', 'Spectrum', 'decompose', 'Spectra', 'is_plain',
-           'is_transposed', 'obstacle', 'watch_calls', 'find_obstacles', 'LowRank', 'TwoLayers', 'thin_layers',
-           'thin_weights', 'in_two', 'split_unit', 'swap_modules', 'AppliedRanks', 'factorize']
+           'is_transposed', 'obstacle', 'watch_calls', 'find_obstacles', 'RankUnit', 'rank_units', 'LowRank',
+           'never_factorized', 'LowRankInPlan', 'TwoLayers', 'thin_layers', 'thin_weights', 'in_two', 'split_unit',
+           'swap_modules', 'AppliedRanks', 'factorize']
 
 # %% ../../nbs/methods/12_lowrank.ipynb #d491206b
 import math
@@ -412,6 +413,54 @@ def find_obstacles(
             reasons[unit.name] = "it is called with more than its input, which two layers do not take"
     return reasons
 
+# %% ../../nbs/methods/12_lowrank.ipynb #b69340f7
+@dataclass(frozen=True, eq=False)
+class RankUnit(Unit):
+    """A weight, and what is known of its layers
+
+    Parameters
+    ----------
+    name : str
+        module name; for attention weights with the weight's name behind it
+    modules : tuple
+        modules that hold the weight, the first one named by `name`
+    attr : str
+        the attribute in which the first module keeps it
+    members : tuple
+        all names under which the weight is found
+    in_the_way : str|None, default None
+        why two layers cannot stand for it; None: nothing
+    """
+    in_the_way:str|None=None # why two layers cannot stand for it; None: nothing
+
+def rank_units(
+    model:nn.Module, # any model; comes back as it was
+    units:list,      # of `Unit`
+    sample=None,     # one example input; None: do not look who is called
+)->list:             # of `RankUnit`
+    """The units, with what stands in the way of two layers in their place
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model; comes back as it was
+    units : list
+        of `Unit`
+    sample : default None
+        one example input; None: do not look who is called
+
+    Returns
+    -------
+    list
+        of `RankUnit`
+    """
+    reasons = find_obstacles(model, units, sample)
+    found = []
+    for unit in units:
+        why = obstacle(unit) or reasons.get(unit.name)
+        found.append(RankUnit(unit.name, unit.modules, unit.attr, unit.members, why))
+    return found
+
 # %% ../../nbs/methods/12_lowrank.ipynb #e5b5ba85
 @method("low_rank")
 @dataclass(frozen=True)
@@ -424,12 +473,9 @@ class LowRank(Perturbation):
         percent of the weights to save
     spectra : Spectra, default Spectra()
         shared by the levels of a sweep
-    obstacles : Mapping, default dict()
-        from `find_obstacles`
     """
     pct:float=50   # percent of the weights to save
     spectra:Spectra=field(default_factory=Spectra, repr=False, compare=False)  # shared by the levels of a sweep
-    obstacles:Mapping=field(default_factory=dict, repr=False, compare=False)   # from `find_obstacles`
     stays_in_unit = True
     combines, ranks = False, False
     outlasts_training = False   # written into one weight; two layers do
@@ -437,40 +483,40 @@ class LowRank(Perturbation):
     def __post_init__(self):
         object.__setattr__(self, "pct", check_pct(self.pct))   # the class is frozen
     @classmethod
-    def configure(cls, *,
-        model,       # model whose layers are factorized
-        units,       # all units that are to be measured
-        sample=None, # one example input, to see which layers are called
-    ):
-        """Find out which of `units` two layers can stand for, and share one decomposition of each weight
+    def configure(cls):
+        "Share one decomposition of each weight"
+        return partial(cls, spectra=Spectra())
+    @classmethod
+    def find_units(cls, model, units, sample):
+        """The units, with what stands in the way of two layers
 
         Parameters
         ----------
         model
-            model whose layers are factorized
         units
-            all units that are to be measured
-        sample : default None
-            one example input, to see which layers are called
+        sample
         """
-        return partial(cls, spectra=Spectra(), obstacles=find_obstacles(model, units, sample))
+        return rank_units(model, units, sample)
     @property
     def level(self): return self.pct
 
 # %% ../../nbs/methods/12_lowrank.ipynb #f3ac336a
-@patch
-def obstacle_to(self:LowRank, unit)->str|None:
-    """Why `unit` cannot be factorized at any level, or None
+def never_factorized(
+    unit,     # a `Unit` or a `RankUnit`
+)->str|None:  # reason, or None
+    """Why `unit` cannot be factorized at any level
 
     Parameters
     ----------
     unit
+        a `Unit` or a `RankUnit`
 
     Returns
     -------
     str|None
+        reason, or None
     """
-    why = obstacle(unit) or self.obstacles.get(unit.name)
+    why = unit.in_the_way if isinstance(unit, RankUnit) else obstacle(unit)
     if why: return why
     size = matrix_size(unit)
     if size.pct_removed(1) > 0: return None
@@ -486,13 +532,32 @@ def refusal(self:LowRank, unit):
     ----------
     unit
     """
-    why = self.obstacle_to(unit)
+    why = never_factorized(unit)
     if why: return why
     size = matrix_size(unit)
     if size.rank_at(self.pct): return None
     most = math.floor(100*size.pct_removed(1))/100
     return (f"{self.pct:g} % is out of reach: rank 1, the least there is, keeps {100 - most:.2f} % of its weights; "
             f"levels up to {most:g} % can be had")
+
+class LowRankInPlan(LowRank):
+    """The same for a plan, where rank 1 is what a level out of reach comes to
+
+    Parameters
+    ----------
+    pct : float, default 50
+        percent of the weights to save
+    spectra : Spectra, default Spectra()
+        shared by the levels of a sweep
+    """
+    def __post_init__(self):
+        object.__setattr__(self, "pct", check_pct(self.pct, computed=True))
+    def refusal(self, unit): return never_factorized(unit)
+
+@patch(cls_method=True)
+def in_plans(cls:LowRank):
+    "A level out of reach is no error"
+    return LowRankInPlan
 
 # %% ../../nbs/methods/12_lowrank.ipynb #31f3b109
 @patch
@@ -808,15 +873,14 @@ def factorize(
     AppliedRanks
     """
     levels = _asked(model, plan)
-    make = LowRank.configure(model=model, units=list(levels), sample=sample)
-    rows, pairs, refused = [], {}, {}
-    for unit, pct in levels.items():
-        change = make(pct)
-        why = change.obstacle_to(unit)
+    spectra, rows, pairs, refused = Spectra(), [], {}, {}
+    units = rank_units(model, list(levels), sample)
+    for unit, pct in zip(units, levels.values(), strict=True):
+        why = never_factorized(unit)
+        rank = LowRankInPlan(pct).rank_of(unit)
         if why: refused[unit.name] = why
-        rank = None if why else change.rank_of(unit)
-        if rank is None: continue
-        spectrum = change.spectra.find(unit.weight, count_groups(unit))
+        if why or rank is None: continue
+        spectrum = spectra.find(unit.weight, count_groups(unit))
         rows.append(_row_of(unit, pct, rank, spectrum))
         pairs |= split_unit(unit, spectrum, rank)
     if refused and isinstance(plan, Mapping):
