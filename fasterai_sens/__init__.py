@@ -6,6 +6,7 @@ from .core.counters import count_flops_params, latency, n_bytes
 from .core.fingerprint import changes, fingerprint
 from .core.plans import BitPlan, LayerTargets, Plan
 from .core.protocol import Perturbation, method
+from .core.protocol import methods_in as _methods_in
 from .core.results import LayerSensitivity, SensitivityResult
 from .core.state import leave_no_trace
 from .core.sweeps import SweepResult
@@ -50,6 +51,9 @@ from .topology.cutting import cut_by_masks
 from .topology.masks import fix_mask_conflict
 from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .train.stages import RecoveryResult
+
+# Whatever module there is in `methods` is imported, and the class of each method has its name here: Sparse, LowRank, ...
+globals().update(_methods_in("fasterai_sens.methods"))
 
 # These add methods to classes of others.
 from .plans import bits as _bits, targets as _targets
