@@ -64,6 +64,8 @@ def cost_name(
     return cost
 
 # %% ../../nbs/plans/10_sizes.ipynb #13b98fe4
+n_parts = 1000   # a step is a tenth of a percent, where the method has no steps of its own
+
 class Steps:
     """How a model gets smaller, a smallest step at a time, by any method whose levels are in percent
 
@@ -87,7 +89,8 @@ class Steps:
         those of the method
     """
     costs = "bytes", "params", "flops"   # that the method lowers
-    as_is, harshest = 0., 100.           # levels: the model as it is, and the end of the way
+    as_is = 0.                           # the level that changes nothing
+    mildest, harshest = 100/n_parts, 100. # levels: the first step, and the end of the way
     can = "be compressed like this"      # what its units can do, for messages
     def __init__(self,
         kind,             # class of the method
@@ -113,8 +116,6 @@ class Steps:
         return Applier(self.model, self.sample, [self.compression], settings=settings, **self.data)
 
 # %% ../../nbs/plans/10_sizes.ipynb #8687d55b
-n_parts = 1000   # a step is a tenth of a percent, where the method has no steps of its own
-
 @patch
 def prepare(self:Steps,
     layers:list, # of `Unit`, those that may be compressed
@@ -132,16 +133,18 @@ def prepare(self:Steps,
     self.take(units, [n_parts for _ in units], refused)
 
 @patch
-def outline(self:Steps,
+def at(self:Steps,
     level:float, # in the unit of the method
 ):
-    """The perturbation at this level, which knows nothing of data
+    """The perturbation at this level; it knows the data, unless they are looked at for each plan anew
 
     Parameters
     ----------
     level : float
         in the unit of the method
     """
+    actor = self.applier.actor(self.compression)
+    if getattr(actor, "make", None): return actor.at(level)
     options = self.kind.options_from(self.settings)
     make = self.kind.in_plans().unprepared(**options)
     return meant(make, level)
@@ -149,8 +152,8 @@ def outline(self:Steps,
 @patch
 def find_harshest(self:Steps)->float:
     "The end of the way: all of it, or the last step before, for a method that cannot take all"
-    try: self.outline(100.)
-    except ValueError: return 100 - 100/n_parts
+    try: self.at(100.)
+    except ValueError: return 100 - self.mildest
     return 100.
 
 # %% ../../nbs/plans/10_sizes.ipynb #0779fcfe
@@ -158,7 +161,7 @@ def find_harshest(self:Steps)->float:
 def divide(self:Steps,
     layers:list, # of `Unit`
 )->tuple:        # units of the method that can be compressed, layer name -> why it cannot be
-    """The units of the method, and the layers that it refuses at any level
+    """The units of the method, and the layers that it refuses, however mild or harsh the level
 
     Parameters
     ----------
@@ -171,10 +174,10 @@ def divide(self:Steps,
         units of the method that can be compressed, layer name -> why it cannot be
     """
     units, refused = [], {}
-    harsh = self.outline(self.harshest)
+    mild, harsh = self.at(self.mildest), self.at(self.harshest)
     for unit in self.kind.find_units(self.model, layers, self.sample):
-        why = harsh.refusal(unit)
-        if why: refused |= {layer.name: why for layer in unit.layers}
+        why = mild.refusal(unit)
+        if why and harsh.refusal(unit): refused |= {layer.name: why for layer in unit.layers}
         else: units.append(unit)
     return units, refused
 
@@ -498,9 +501,10 @@ class LadderSteps(Steps):
         layers
             of `Unit`, those that may be compressed
         """
-        self.harshest = self.rungs()[-1]
+        rungs = self.rungs()
+        self.mildest, self.harshest = rungs[0], rungs[-1]
         units, refused = self.divide(layers)
-        self.climb([self.rungs() for _ in units])
+        self.climb([rungs for _ in units])
         self.take(units, [len(ladder) for ladder in self.ladders], refused)
     def rungs(self)->list:
         "The levels there are, from mild to harsh"
