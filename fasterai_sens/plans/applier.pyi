@@ -9,7 +9,7 @@ from torch import nn
 from typing import Any
 import numpy as np
 
-def make_quietly(make: Callable, level: float) -> Any: ...
+def meant(make: Callable, level: float) -> Any: ...
 
 class Actor:
     kind: Any
