@@ -923,6 +923,7 @@ def check_table(
         then = table.whole.get(name, now)
         if then != now: raise ValueError(f"the table is of another model: {name} {then:,} there")
 
+# %% ../../nbs/plans/06_allocate.ipynb #aff22f9b
 def all_pairs(
     names:Iterable, # of methods
 )->set:             # of frozensets of two methods
@@ -994,6 +995,7 @@ def prepare(
     every = choices(sweeps, {}, all_pairs(sweeps), "metric")
     return compressor, count_options(compressor, every, names)
 
+# %% ../../nbs/plans/06_allocate.ipynb #e82de558
 def cost_table(
     sweeps,          # a `SweepResult`, or several: of sparsity, pruning and quantization
     model:nn.Module, # that was measured; comes back untouched
