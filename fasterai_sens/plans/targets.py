@@ -9,16 +9,17 @@ __all__ = ['Knob', 'knobs', 'shift_to_mean', 'inverse_sensitivity', 'Curve', 'cu
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from numbers import Real
+from itertools import pairwise
 
 import numpy as np
 from fastcore.basics import patch
 
+from ..core.checks import check_number
 from ..core.results import SensitivityResult, damage, in_bits, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets, check_method
 from ..core.layers import target_units
-from .baselines import check_bounds, check_reach
+from .baselines import check_bounds, check_reach, meet_mean
 
 # %% ../../nbs/plans/01_targets.ipynb #f7ad1cf8
 @dataclass(frozen=True)
@@ -59,54 +60,79 @@ def knobs(
     list
         of `Knob`
     """
-    groups, units = {}, target_units(model, {r.name: 0 for r in rows})
-    found = {n: u for u in units for n in u.members}
-    for r in rows:
-        if found[r.name].params != r.params: raise ValueError(f"{r.name} had {r.params:,} parameters when it was measured, and has {found[r.name].params:,} in this model")
-        if r.prunable: groups.setdefault(r.group_id or r.name, []).append(r)
-    return [Knob(tuple(r.name for r in g), sum(found[r.name].weight.numel() for r in g), max(damage(r, by) for r in g)) for g in groups.values()]
+    units = target_units(model, {row.name: 0 for row in rows})
+    unit_of = {name: unit for unit in units for name in unit.members}
+    groups = {}
+    for row in rows:
+        now = unit_of[row.name].params
+        if now != row.params:
+            before = f"{row.name} had {row.params:,} parameters when it was measured"
+            raise ValueError(f"{before}, and has {now:,} in this model")
+        if row.prunable: groups.setdefault(row.group_id or row.name, []).append(row)
+    found = []
+    for group in groups.values():
+        names = tuple(row.name for row in group)
+        n_weights = sum(unit_of[name].weight.numel() for name in names)
+        worst = max(damage(row, by) for row in group)
+        found.append(Knob(names, n_weights, worst))
+    return found
 
 # %% ../../nbs/plans/01_targets.ipynb #7bd77c5c
 def shift_to_mean(
-    raw:np.ndarray,     # wished values, one a knob
+    raw:np.ndarray,     # wished values, one per knob
     weights:np.ndarray, # weights behind each knob
     target:float,       # wanted weighted mean, within reach
-    low, high,          # bounds, numbers or one a knob
+    low,                # lower bound, one number or one per knob
+    high,               # upper bound, one number or one per knob
 )->np.ndarray:          # values within the bounds with exactly that mean
     """`clip(raw + shift, low, high)` for the one shift with the right mean
 
     Parameters
     ----------
     raw : np.ndarray
-        wished values, one a knob
+        wished values, one per knob
     weights : np.ndarray
         weights behind each knob
     target : float
         wanted weighted mean, within reach
     low
-        bounds, numbers or one a knob
+        lower bound, one number or one per knob
     high
-        bounds, numbers or one a knob
+        upper bound, one number or one per knob
 
     Returns
     -------
     np.ndarray
         values within the bounds with exactly that mean
     """
-    low, high = np.broadcast_to(low, raw.shape), np.broadcast_to(high, raw.shape)
+    low = np.broadcast_to(low, raw.shape)
+    high = np.broadcast_to(high, raw.shape)
+    def shifted(shift): return np.clip(raw + shift, low, high)
     corners = np.unique(np.concatenate([low - raw, high - raw]))
-    means = np.array([np.average(np.clip(raw + c, low, high), weights=weights) for c in corners])
-    return np.clip(raw + np.interp(target, means, corners), low, high)
+    return meet_mean(shifted, corners, weights, target)
 
 # %% ../../nbs/plans/01_targets.ipynb #32cd23d1
+def _scaled(damages)->np.ndarray:
+    "Damages on a scale from 0 (most robust) to 1 (most sensitive); negative ones are noise around 0"
+    rises = np.maximum(0, damages)
+    known = np.isfinite(rises)
+    if not known.any(): return np.ones(rises.shape)
+    low = rises[known].min()
+    high = rises[known].max()
+    width = (high - low) or 1.
+    return np.where(known, (rises - low)/width, 1.)
+
 def inverse_sensitivity(
     damages,            # of each knob
     weights:np.ndarray, # weights behind each knob
     target:float,       # wanted weighted mean, within reach
-    low, high,          # bounds, numbers or one a knob
+    low,                # lower bound, one number or one per knob
+    high,               # upper bound, one number or one per knob
     gamma:float=1.,     # 0: uniform; larger: the most robust carry more of it
 )->np.ndarray:          # values within the bounds with exactly that mean
-    """The classic rule: from the upper bound for the most robust to the lower one for the most sensitive, then all shifted alike; what broke the model stays at the lower one. Source: fasterai 0.3
+    """The classic rule: the most robust get the upper bound, the most sensitive the lower one, then all shift alike
+
+    What broke the model stays at the lower bound. Source: fasterai 0.3.
 
     Parameters
     ----------
@@ -117,9 +143,9 @@ def inverse_sensitivity(
     target : float
         wanted weighted mean, within reach
     low
-        bounds, numbers or one a knob
+        lower bound, one number or one per knob
     high
-        bounds, numbers or one a knob
+        upper bound, one number or one per knob
     gamma : float, default 1.
         0: uniform; larger: the most robust carry more of it
 
@@ -129,18 +155,31 @@ def inverse_sensitivity(
         values within the bounds with exactly that mean
     """
     high = np.where(np.isfinite(damages), high, low)
-    return shift_to_mean(low + (high - low)*(1 - _scaled(damages))**gamma, weights, target, low, high)
+    robustness = 1 - _scaled(damages)
+    wished = low + (high - low)*robustness**gamma
+    return shift_to_mean(wished, weights, target, low, high)
+
+# %% ../../nbs/plans/01_targets.ipynb #d51f1eb4
+def _in_order(names:list, groups, pct, method:str)->LayerTargets:
+    "Targets in the order of `names`, from groups of names and the percent of each group"
+    found = {}
+    for group, level in zip(groups, pct, strict=True):
+        for name in group: found[name] = float(level)
+    targets = {name: found[name] for name in names if name in found}
+    return LayerTargets(targets, method=method)
 
 @patch
 def to_layer_targets(self:SensitivityResult,
     model,          # model that was measured, for the sizes of its layers
     target_pct=50,  # weighted mean over the layers, percent
-    min_pct=0,      # least for any layer
-    max_pct=90,     # most for any layer
+    min_pct=0,      # least for any layer, percent
+    max_pct=90,     # most for any layer, percent
     gamma=1.0,      # 0: uniform; larger: the most robust layers carry more of it
     by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
 )->LayerTargets:
-    """Less for the sensitive, more for the robust, with the mean `target_pct`. Raises ValueError if that is out of reach, or if there is no such objective
+    """Less for the sensitive, more for the robust, with the mean `target_pct`
+
+    Raises ValueError if that is out of reach, or if there is no such objective.
 
     Parameters
     ----------
@@ -149,9 +188,9 @@ def to_layer_targets(self:SensitivityResult,
     target_pct : default 50
         weighted mean over the layers, percent
     min_pct : default 0
-        least for any layer
+        least for any layer, percent
     max_pct : default 90
-        most for any layer
+        most for any layer, percent
     gamma : default 1.0
         0: uniform; larger: the most robust layers carry more of it
     by : default None
@@ -161,31 +200,29 @@ def to_layer_targets(self:SensitivityResult,
     -------
     LayerTargets
     """
-    if in_bits(self.compression_type): raise ValueError("a quantization result has no percent targets; to_bit_plan turns a sweep over bits into a plan")
-    if isinstance(gamma, bool) or not isinstance(gamma, Real) or not 0 <= gamma < math.inf: raise ValueError(f"gamma is a number, 0 or more; got {gamma!r}")
+    if in_bits(self.compression_type):
+        hint = "to_bit_plan turns a sweep over bits into a plan"
+        raise ValueError(f"a quantization result has no percent targets; {hint}")
+    check_number(gamma, "gamma is a number, 0 or more", 0)
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    ks = knobs(self.layers, model, plan_basis(self.layers, by))
-    if not ks: raise ValueError("no layer of this result can be compressed")
-    weights, top = np.array([k.weights for k in ks], float), np.array([high if math.isfinite(k.delta) else low for k in ks])
-    lost = [n for k in ks if not math.isfinite(k.delta) for n in k.names]
-    check_reach(target, np.full(len(ks), low), top, weights, (low, high), f"{', '.join(lost[:3])} must stay at min_pct, the metric broke there" if lost else "rounding")
-    pct = inverse_sensitivity([k.delta for k in ks], weights, target, low, high, gamma)
-    return _in_order(self.layers, zip((k.names for k in ks), pct, strict=True), self.compression_type)
+    found = knobs(self.layers, model, plan_basis(self.layers, by))
+    if not found: raise ValueError("no layer of this result can be compressed")
+    groups = [knob.names for knob in found]
+    weights = np.array([knob.weights for knob in found], float)
+    damages = np.array([knob.delta for knob in found])
+    lows = np.full(len(found), low)
+    highs = np.where(np.isfinite(damages), high, low)
+    check_reach(target, lows, highs, weights, (low, high), _why_protected(found))
+    pct = inverse_sensitivity(damages, weights, target, low, high, gamma)
+    return _in_order([row.name for row in self.layers], groups, pct, self.compression_type)
 
 SensitivityResult.to_schedule = SensitivityResult.to_layer_targets
 
-# %% ../../nbs/plans/01_targets.ipynb #cde40816
-def _in_order(rows:list, pcts, method:str)->LayerTargets:
-    "Targets in the order of the rows, from pairs of names and percent"
-    found = {n: float(p) for names, p in pcts for n in names}
-    return LayerTargets({r.name: found[r.name] for r in rows if r.name in found}, method=method)
-
-def _scaled(deltas:list)->np.ndarray:
-    "Damages on a scale from 0 (most robust) to 1 (most sensitive); negative ones are noise around 0"
-    d = np.maximum(0, deltas)
-    finite = d[np.isfinite(d)]
-    low, high = (finite.min(), finite.max()) if finite.size else (0., 0.)
-    return np.where(np.isfinite(d), (np.where(np.isfinite(d), d, low) - low)/((high - low) or 1.), 1.)
+def _why_protected(found:list)->str:
+    "What keeps a mean within the bounds from being reached"
+    broken = [name for knob in found if not math.isfinite(knob.delta) for name in knob.names]
+    if not broken: return "rounding"
+    return f"{', '.join(broken[:3])} must stay at min_pct, the metric broke there"
 
 # %% ../../nbs/plans/01_targets.ipynb #2ae474b6
 @dataclass(frozen=True)
@@ -212,10 +249,12 @@ class Curve:
         -------
         float
         """
-        i = int(np.searchsorted(self.delta, tolerance, side="right")) - 1
-        if i < 0 or i == len(self.pct)-1: return float(self.pct[max(i, 0)])
-        share = (tolerance - self.delta[i])/(self.delta[i+1] - self.delta[i])
-        return float(self.pct[i] + share*(self.pct[i+1] - self.pct[i]))
+        x, y = self.pct, self.delta
+        i = int(np.searchsorted(y, tolerance, side="right")) - 1   # the last level within the tolerance
+        if i < 0: return float(x[0])
+        if i == len(x) - 1: return float(x[i])
+        share = (tolerance - y[i])/(y[i+1] - y[i])
+        return float(x[i] + share*(x[i+1] - x[i]))
 
 def curve_of(
     levels:dict, # percent -> damage
@@ -232,74 +271,45 @@ def curve_of(
     Curve
     """
     pct, delta = [0.], [0.]
-    for p, d in sorted(levels.items()):
-        if not math.isfinite(d): break
-        if p > 0: pct, delta = [*pct, float(p)], [*delta, max(delta[-1], d)]
+    for level, rise in sorted(levels.items()):
+        if not math.isfinite(rise): break
+        if level <= 0: continue
+        pct.append(float(level))
+        delta.append(max(delta[-1], rise))
     return Curve(np.array(pct), np.array(delta))
 
 # %% ../../nbs/plans/01_targets.ipynb #53d32eed
-@patch
-def to_layer_targets(self:SweepResult,
-    model,          # model that was measured, for the sizes of its layers
-    target_pct=50,  # weighted mean over the layers, percent
-    min_pct=0,      # least for any layer
-    max_pct=90,     # most for any layer; no layer goes beyond the last level measured for it
-    by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
-)->LayerTargets:
-    """The plan with the mean `target_pct` of least total rise of the objective; for a metric, all layers go as far as one common damage allows. Raises ValueError if that is out of reach, or if there is no such objective
-
-    Parameters
-    ----------
-    model
-        model that was measured, for the sizes of its layers
-    target_pct : default 50
-        weighted mean over the layers, percent
-    min_pct : default 0
-        least for any layer
-    max_pct : default 90
-        most for any layer; no layer goes beyond the last level measured for it
-    by : default None
-        damage to the "metric" or the "objective"; None: the objective if it was recorded
-
-    Returns
-    -------
-    LayerTargets
-    """
-    if in_bits(self[0].compression_type): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
-    target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    by = plan_basis([row for r in self for row in r.layers], by)
-    ks = {k.names: k.weights for r in self.by_strength for k in knobs(r.layers, model, by)}
-    if not ks: raise ValueError("no layer of this sweep can be compressed")
-    damages, knob_of = {names: {} for names in ks}, {n: names for names in ks for n in names}
-    for level, row in ((r.compression_level, row) for r in self for row in r.layers if row.prunable):
-        at = damages[knob_of[row.name]]
-        at[level] = max(damage(row, by), at.get(level, -math.inf))
-    curves, weights = [curve_of(d) for d in damages.values()], np.array(list(ks.values()), float)
-    top = np.array([max(low, min(high, c.pct[-1])) for c in curves])
-    check_reach(target, np.full(len(curves), low), top, weights, (low, high), "no layer goes beyond the last level measured for it")
-    if by == "objective": pct = least_total([_within(c, low, t) for c, t in zip(curves, top, strict=True)], weights, target)
-    else: pct = _common_tolerance(curves, weights, target, low, top)
-    first = {row.name: row for r in self for row in r.layers}
-    return _in_order([first[n] for n in self.names], zip(ks, pct, strict=True), self[0].compression_type)
-
-# %% ../../nbs/plans/01_targets.ipynb #58f9254b
-def _common_tolerance(curves:list, weights:np.ndarray, target:float, low:float, top:np.ndarray)->np.ndarray:
+def _common_tolerance(
+    curves:list,        # a `Curve` for each knob
+    weights:np.ndarray, # weights behind each
+    target:float,       # wanted weighted mean, within reach
+    low:float,          # lower bound, percent
+    tops:np.ndarray,    # upper bound of each, percent
+)->np.ndarray:
     "How far each curve goes at the tolerance for which the weighted mean is `target`"
-    at = lambda t: np.clip([c.reach(t) for c in curves], low, top)
-    mean = lambda pct: np.average(pct, weights=weights)
-    steps = np.unique(np.concatenate([[-1.], *(c.delta for c in curves)]))   # the means at these bracket the target
-    i = bisect_left(steps, target, hi=len(steps)-1, key=lambda t: mean(at(t)))
-    under, over = steps[max(i-1, 0)], steps[i]
-    a, b = at(under), at(over)
+    def plan_at(tolerance):
+        return np.clip([curve.reach(tolerance) for curve in curves], low, tops)
+    def mean(pct): return np.average(pct, weights=weights)
+    def mean_at(tolerance): return mean(plan_at(tolerance))
+    steps = np.unique(np.concatenate([[-1.], *(curve.delta for curve in curves)]))
+    i = bisect_left(steps, target, hi=len(steps) - 1, key=mean_at)   # the means here and one before bracket the target
+    under = steps[max(i-1, 0)]
+    over = steps[i]
+    mild = plan_at(under)
+    harsh = plan_at(over)
     for _ in range(60):
-        t = (under + over)/2
-        pct = at(t)
-        if mean(pct) <= target: under, a = t, pct
-        else: over, b = t, pct
-    gap = mean(b) - mean(a)
-    return a if gap <= 0 else a + (b - a)*np.clip((target - mean(a))/gap, 0, 1)
+        tolerance = (under + over)/2
+        pct = plan_at(tolerance)
+        if mean(pct) <= target:
+            under, mild = tolerance, pct
+        else:
+            over, harsh = tolerance, pct
+    gap = mean(harsh) - mean(mild)
+    if gap <= 0: return mild
+    share = np.clip((target - mean(mild))/gap, 0, 1)
+    return mild + (harsh - mild)*share
 
-# %% ../../nbs/plans/01_targets.ipynb #6909111b
+# %% ../../nbs/plans/01_targets.ipynb #83b64585
 def hull(
     x:np.ndarray, # rising
     y:np.ndarray, # values there
@@ -318,18 +328,37 @@ def hull(
     list
         positions of the corners
     """
-    keep = []
+    def is_bridged(a, b, c):
+        "Whether the straight line from `a` to `c` goes through `b` or below it"
+        rise, next_rise = y[b] - y[a], y[c] - y[b]
+        width = x[b] - x[a]
+        next_width = x[c] - x[b]
+        return rise*next_width >= next_rise*width
+    corners = []
     for i in range(len(x)):
-        while len(keep) > 1 and (y[keep[-1]] - y[keep[-2]])*(x[i] - x[keep[-1]]) >= (y[i] - y[keep[-1]])*(x[keep[-1]] - x[keep[-2]]): keep.pop()
-        keep.append(i)
-    return keep
+        while len(corners) > 1 and is_bridged(corners[-2], corners[-1], i): corners.pop()
+        corners.append(i)
+    return corners
+
+# %% ../../nbs/plans/01_targets.ipynb #bac3b330
+def _hull_pieces(curves:list, weights:np.ndarray)->list:
+    "The straight pieces of all hulls, as (rise of y for one more weight, unit, width)"
+    pieces = []
+    for unit, (x, y) in enumerate(curves):
+        for a, b in pairwise(hull(x, y)):
+            width = x[b] - x[a]
+            slope = (y[b] - y[a])/width/weights[unit]
+            pieces.append((slope, unit, width))
+    return pieces
 
 def least_total(
     curves:list,        # (x, y) of each unit, arrays, x rising
     weights:np.ndarray, # weights behind each unit
     target:float,       # wanted mean of x over the weights, within reach of the curves
 )->np.ndarray:          # x of each unit
-    """The mean `target` with the least sum of y, on the lower convex hulls: all units go on to one common slope, the rise of y for one more weight
+    """The mean `target` with the least sum of y, on the lower convex hulls
+
+    All units go on to one common slope, the rise of y for one more weight.
 
     Parameters
     ----------
@@ -345,36 +374,136 @@ def least_total(
     np.ndarray
         x of each unit
     """
-    at, pieces = np.array([x[0] for x, _ in curves], float), []   # pieces of (slope, unit, width)
-    for i, (x, y) in enumerate(curves):
-        corners = hull(x, y)
-        pieces += [((y[b] - y[a])/(x[b] - x[a])/weights[i], i, x[b] - x[a]) for a, b in zip(corners, corners[1:], strict=False)]
-    slopes, left = np.array([p[0] for p in pieces]), target*weights.sum() - at@weights
+    first = np.array([x[0] for x, _ in curves], float)
+    last = [x[-1] for x, _ in curves]
+    pieces = _hull_pieces(curves, weights)
+    slopes = np.array([slope for slope, _, _ in pieces])
+    left = target*weights.sum() - first@weights
+    at = first.copy()
     for slope in np.unique(slopes):
         step = np.zeros(len(curves))
-        for _, i, width in (pieces[k] for k in np.flatnonzero(slopes == slope)): step[i] += width
-        at += step*min(1., max(0., left)/(step@weights))
-        left -= step@weights
-    return np.clip(at, [x[0] for x, _ in curves], [x[-1] for x, _ in curves])
+        for i in np.flatnonzero(slopes == slope):
+            _, unit, width = pieces[i]
+            step[unit] += width
+        n_weights = step@weights
+        share = min(1., max(0., left)/n_weights)
+        at += step*share
+        left -= n_weights
+    return np.clip(at, first, last)
+
+# %% ../../nbs/plans/01_targets.ipynb #0e1f75dd
+def _knob_curves(
+    sweep:SweepResult, # in percent
+    groups,            # names of the layers of each knob
+    by:str,            # "metric" or "objective"
+)->list:               # a `Curve` for each knob
+    "The damage curve of each knob, at every level that of its worst layer"
+    group_of = {name: group for group in groups for name in group}
+    damages = {group: {} for group in groups}
+    for result in sweep:
+        level = result.compression_level
+        for row in result.layers:
+            if not row.prunable: continue
+            known = damages[group_of[row.name]]
+            known[level] = max(damage(row, by), known.get(level, -math.inf))
+    return [curve_of(levels) for levels in damages.values()]
 
 def _within(curve:Curve, low:float, top:float)->tuple:
     "The part of a curve between two percentages, as (x, y)"
     x = np.unique(np.clip([low, *curve.pct, top], low, top))
     return x, np.interp(x, curve.pct, curve.delta)
 
+# %% ../../nbs/plans/01_targets.ipynb #20f08c95
+@patch
+def to_layer_targets(self:SweepResult,
+    model,          # model that was measured, for the sizes of its layers
+    target_pct=50,  # weighted mean over the layers, percent
+    min_pct=0,      # least for any layer, percent
+    max_pct=90,     # most for any layer, percent; no layer goes beyond the last level measured for it
+    by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
+)->LayerTargets:
+    """The plan with the mean `target_pct` of least total rise of the objective
+
+    For a metric, all layers go as far as one common damage allows. Raises ValueError if the mean is out of reach, or if
+    there is no such objective.
+
+    Parameters
+    ----------
+    model
+        model that was measured, for the sizes of its layers
+    target_pct : default 50
+        weighted mean over the layers, percent
+    min_pct : default 0
+        least for any layer, percent
+    max_pct : default 90
+        most for any layer, percent; no layer goes beyond the last level measured for it
+    by : default None
+        damage to the "metric" or the "objective"; None: the objective if it was recorded
+
+    Returns
+    -------
+    LayerTargets
+    """
+    method = self[0].compression_type
+    if in_bits(method): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
+    target, low, high = check_bounds(target_pct, min_pct, max_pct)
+    by = plan_basis([row for result in self for row in result.layers], by)
+    n_weights = {}
+    for result in self.by_strength:
+        for knob in knobs(result.layers, model, by): n_weights[knob.names] = knob.weights
+    if not n_weights: raise ValueError("no layer of this sweep can be compressed")
+    curves = _knob_curves(self, n_weights, by)
+    weights = np.array(list(n_weights.values()), float)
+    lows = np.full(len(curves), low)
+    tops = np.array([max(low, min(high, curve.pct[-1])) for curve in curves])
+    check_reach(target, lows, tops, weights, (low, high), "no layer goes beyond the last level measured for it")
+    if by == "objective":
+        parts = [_within(curve, low, top) for curve, top in zip(curves, tops, strict=True)]
+        pct = least_total(parts, weights, target)
+    else:
+        pct = _common_tolerance(curves, weights, target, low, tops)
+    return _in_order(self.names, n_weights, pct, method)
+
 # %% ../../nbs/plans/01_targets.ipynb #52772ea9
 def _damage_at(rows:dict, level:float, by:str, bits:bool)->float:
     "Damage of one layer at a level, between the measured ones by straight lines; a gain counts as none"
-    known = sorted([(32 if bits else 0, 0.), *((x, max(0., damage(r, by))) for x, r in rows.items() if x)])
     if level in rows: return max(0., damage(rows[level], by))
-    return float(np.interp(level, *zip(*known, strict=True)))
+    untouched = 32 if bits else 0
+    known = {untouched: 0.}
+    for measured, row in rows.items():
+        if measured: known[measured] = max(0., damage(row, by))
+    levels = sorted(known)
+    damages = [known[measured] for measured in levels]
+    return float(np.interp(level, levels, damages))
 
+def _planned_rows(sweep:SweepResult, plan)->list:
+    "The rows and the level of each knob of a plan. Raises KeyError or ValueError where the sweep does not go with it"
+    names = set(sweep.names)
+    row_of = {}   # a tied layer has one row
+    for result in sweep:
+        for row in result.layers:
+            for member in row.group_members: row_of[member] = row.name
+    found = {}
+    for name, level in plan.items():
+        rows = sweep.rows(name if name in names else row_of.get(name, name))
+        if not rows:
+            if not level: continue
+            raise ValueError(f"{name} could not be compressed in this sweep, so there is nothing to predict from")
+        first = next(iter(rows.values()))
+        _, known = found.setdefault(first.group_id or name, (rows, level))
+        if known != level: raise ValueError(f"{name} is coupled to another layer of the plan, with another level")
+    return list(found.values())
+
+# %% ../../nbs/plans/01_targets.ipynb #31549fe3
 @patch
 def predict(self:SweepResult,
     plan,        # layer name -> percent or bits; coupled layers have one level
     by="metric", # "metric", or "objective": its rise over the untouched model
 )->float:        # NaN if a layer broke the model; beyond the last level the damage is that of the last
-    """What to expect of the whole model if the damages of its layers added up; a gain counts as noise, so it is never better than untouched. Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that disagree
+    """What to expect of the whole model if the damages of its layers added up; a gain counts as noise
+
+    Raises KeyError for a layer that was not measured, ValueError for levels in another unit or coupled layers that
+    disagree.
 
     Parameters
     ----------
@@ -388,13 +517,16 @@ def predict(self:SweepResult,
     float
         NaN if a layer broke the model; beyond the last level the damage is that of the last
     """
-    bits, at, alias = in_bits(self[0].compression_type), {}, {m: row.name for r in self for row in r.layers for m in row.group_members}
-    if getattr(plan, "unit", unit := "bits" if bits else "percent") != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
-    check_method(plan, self[0].compression_type)
-    for name, level in plan.items():
-        rows = self.rows(name if name in self.names else alias.get(name, name))   # a tied layer has one row
-        if not rows and not level: continue
-        if not rows: raise ValueError(f"{name} could not be compressed in this sweep, so there is nothing to predict from")
-        if at.setdefault(next(iter(rows.values())).group_id or name, (rows, level))[1] != level: raise ValueError(f"{name} is coupled to another layer of the plan, with another level")
-    lost = sum(_damage_at(rows, level, plan_basis(rows.values(), by), bits) for rows, level in at.values())
-    return lost if by == "objective" else self[0].baseline_metric - (1 if self[0].higher_is_better else -1)*lost
+    first = self[0]
+    bits = in_bits(first.compression_type)
+    unit = "bits" if bits else "percent"
+    if getattr(plan, "unit", unit) != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
+    check_method(plan, first.compression_type)
+    damages = []
+    for rows, level in _planned_rows(self, plan):
+        basis = plan_basis(rows.values(), by)
+        damages.append(_damage_at(rows, level, basis, bits))
+    lost = sum(damages)
+    if by == "objective": return lost
+    if first.higher_is_better: return first.baseline_metric - lost
+    return first.baseline_metric + lost
