@@ -83,44 +83,60 @@ class Perturbation:
     stays_in_unit = False    # whether it writes to the tensors of its unit alone, so that the others need not be checked
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
     @classmethod
-    def default_levels(cls, **options)->tuple:
+    def default_levels(cls,
+        **options, # of the method, as given by the user
+    )->tuple:      # percent, or what its levels are counted in
         """The levels meant by `levels=None` in a sweep
 
         Parameters
         ----------
         **options
+            of the method, as given by the user
 
         Returns
         -------
         tuple
+            percent, or what its levels are counted in
         """
         return 25, 50, 75, 90
     @classmethod
-    def find_units(cls, model, units, sample)->list:
+    def find_units(cls,
+        model,  # an nn.Module
+        units,  # list of `Unit`, the layers that were asked for
+        sample, # example input; a tuple holds several
+    )->list:    # of `Unit`, or of what the method takes for one
         """What is compressed together, given the layers that were asked for: by default each of them alone
 
         Parameters
         ----------
         model
+            an nn.Module
         units
+            list of `Unit`, the layers that were asked for
         sample
+            example input; a tuple holds several
 
         Returns
         -------
         list
+            of `Unit`, or of what the method takes for one
         """
         return units
     @classmethod
-    def configure(cls, **offered)->Callable:
+    def configure(cls,
+        **offered, # model, units, sample, criteria and calibration data, and the options of the method
+    )->Callable:   # level -> perturbation
         """Prepare once for a whole analysis; returns level -> perturbation. What it takes by name beside what is `offered` to all are the options of the method
 
         Parameters
         ----------
         **offered
+            model, units, sample, criteria and calibration data, and the options of the method
 
         Returns
         -------
         Callable
+            level -> perturbation
         """
         return cls
     @classmethod
@@ -135,38 +151,51 @@ class Perturbation:
     def settings(self)->dict:
         "What was chosen beside the level, in plain data, kept with the result"
         return {}
-    def refusal(self, unit)->str|None:
+    def refusal(self,
+        unit,      # a `Unit`, or what `find_units` found
+    )->str|None:
         """Why `unit` cannot be compressed like this, or None
 
         Parameters
         ----------
         unit
+            a `Unit`, or what `find_units` found
 
         Returns
         -------
         str|None
         """
         return None
-    def change(self, model, unit):
+    def change(self,
+        model, # an nn.Module
+        unit,  # of the model: a `Unit`, or what `find_units` found
+    ):
         """Compress `unit` of `model` in place; what it writes to is in `unit.tensors`, anything else is undone anyway
 
         Parameters
         ----------
         model
+            an nn.Module
         unit
+            of the model: a `Unit`, or what `find_units` found
         """
         raise NotImplementedError(f"{type(self).__name__} must say how it changes a unit")
 
 # %% ../../nbs/core/06_protocol.ipynb #0d88d324
 @patch
 @contextmanager
-def __call__(self:Perturbation, model, unit):
+def __call__(self:Perturbation,
+    model, # an nn.Module
+    unit,  # of the model: a `Unit`, or what `find_units` found
+):
     """Compress `unit` inside the block, and leave no trace after it
 
     Parameters
     ----------
     model
+        an nn.Module
     unit
+        of the model: a `Unit`, or what `find_units` found
     """
     with leave_no_trace(model, unit.tensors):
         self.change(model, unit)
@@ -175,16 +204,20 @@ def __call__(self:Perturbation, model, unit):
 
 # %% ../../nbs/core/06_protocol.ipynb #8fa56046
 @patch(cls_method=True)
-def options_from(cls:Perturbation, settings)->dict:
+def options_from(cls:Perturbation,
+    settings, # of a result, a mapping
+)->dict:      # option -> value
     """The options with which something was measured, from the settings in its result
 
     Parameters
     ----------
     settings
+        of a result, a mapping
 
     Returns
     -------
     dict
+        option -> value
     """
     return {name: settings[name] for name in cls.option_names() if name in settings}
 
@@ -194,12 +227,15 @@ def in_plans(cls:Perturbation)->type:
     return cls
 
 @patch(cls_method=True)
-def unprepared(cls:Perturbation, **options)->Callable:
+def unprepared(cls:Perturbation,
+    **options, # of the method, as given by the user
+)->Callable:
     """level -> perturbation that knows its options and nothing of the data: enough for what a level saves
 
     Parameters
     ----------
     **options
+        of the method, as given by the user
 
     Returns
     -------
@@ -209,23 +245,35 @@ def unprepared(cls:Perturbation, **options)->Callable:
     return partial(cls, **{name: value for name, value in options.items() if name in known})
 
 @patch(cls_method=True)
-def plain_targets(cls:Perturbation, levels, settings):
+def plain_targets(cls:Perturbation,
+    levels,   # layer name -> level
+    settings, # of the result that they were chosen from, a mapping
+):            # layer name -> level
     """Targets, with how the method was measured where they can keep it
 
     Parameters
     ----------
     levels
+        layer name -> level
     settings
+        of the result that they were chosen from, a mapping
+
+    Returns
+    -------
+    layer name -> level
     """
     return levels
 
 @patch(cls_method=True)
-def needs_inputs(cls:Perturbation, settings)->str|None:
+def needs_inputs(cls:Perturbation,
+    settings,   # of a result, a mapping
+)->str|None:
     """An option that goes by the number of inputs of a layer, in words; None if there is none
 
     Parameters
     ----------
     settings
+        of a result, a mapping
 
     Returns
     -------
@@ -234,12 +282,15 @@ def needs_inputs(cls:Perturbation, settings)->str|None:
     return None
 
 @patch(cls_method=True)
-def prepares_late(cls:Perturbation, **options)->bool:
+def prepares_late(cls:Perturbation,
+    **options, # of the method, as given by the user
+)->bool:
     """Whether `configure` has to see the model as it is when this method's turn comes
 
     Parameters
     ----------
     **options
+        of the method, as given by the user
 
     Returns
     -------

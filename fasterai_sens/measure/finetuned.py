@@ -84,12 +84,19 @@ class FineTuned:
         check_functions(train=self.train)
         object.__setattr__(self, "eval_fn", as_eval_fn(self.eval_fn))
 
-    def __call__(self, model:nn.Module):
+    def __call__(self,
+        model:nn.Module, # perhaps compressed
+    ):                   # what `eval_fn` says of the trained copy
         """Train a copy, score it; the model itself is not touched
 
         Parameters
         ----------
         model : nn.Module
+            perhaps compressed
+
+        Returns
+        -------
+        what `eval_fn` says of the trained copy
         """
         with PutBack(keep_switches), torch.inference_mode(False), torch.enable_grad():
             copied = _copy_to_train(model)

@@ -64,12 +64,19 @@ class Evaluation:
     ):
         self.run, self.metric, self.objective = run, metric, objective
 
-    def __call__(self, model:nn.Module):
+    def __call__(self,
+        model:nn.Module, # perhaps compressed
+    ):                   # a score for each sample, or one number; or (metric, objective)
         """The metric, or the pair of metric and objective
 
         Parameters
         ----------
         model : nn.Module
+            perhaps compressed
+
+        Returns
+        -------
+        a score for each sample, or one number; or (metric, objective)
         """
         preds, targs = self.run(model)
         score = self.metric(preds, targs)

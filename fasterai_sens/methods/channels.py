@@ -511,16 +511,20 @@ class Walk:
         for node in dg.module2node.values():
             for width in (dg.get_out_channels(node), dg.get_in_channels(node)):
                 self.widest = max(self.widest, width or 0)
-    def step(self, idxs:list)->list:
+    def step(self,
+        idxs:list, # channels that a step is about to follow, with an `idx` each
+    )->list:       # the same
         """Count a step, and look at the numbers. Raises Lost, a ValueError
 
         Parameters
         ----------
         idxs : list
+            channels that a step is about to follow, with an `idx` each
 
         Returns
         -------
         list
+            the same
         """
         self.steps += 1
         if self.steps > self.most or len(idxs) > 16*self.widest: raise Lost("does not come to an end")
@@ -1010,16 +1014,20 @@ class ChannelGroup:
     def modules(self)->set:
         outputs = [p.module for p in self.parts if p.out]
         return {m for m in outputs if isinstance(m, nn.Module) and weight_names(m)}
-    def parts_of(self, granules:list)->list:
+    def parts_of(self,
+        granules:list, # lists of channels that only go together
+    )->list:           # of `Part`
         """What goes with some of the granules; as they are closed, all that has to go is named by its roots
 
         Parameters
         ----------
         granules : list
+            lists of channels that only go together
 
         Returns
         -------
         list
+            of `Part`
         """
         gone = {i for g in granules for i in g}
         return [_part_of(p, gone) for p in self.parts]

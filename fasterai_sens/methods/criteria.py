@@ -64,12 +64,15 @@ class Criterion:
         if self.needs in (INITIAL, PREVIOUS): how = f"them: criteria={self.name}.since(state_dict)"
         else: how = "calibration_data"
         return f"{self.name} needs {self.needs}; give {how}"
-    def missing(self, unit:Unit)->str|None:
+    def missing(self,
+        unit:Unit, # a layer
+    )->str|None:
         """Why `unit` has no scores, or None
 
         Parameters
         ----------
         unit : Unit
+            a layer
 
         Returns
         -------
@@ -160,14 +163,18 @@ class Seeds:
     Parameters
     ----------
     seed : int, default 0
+        any integer
     """
-    seed:int=0
-    def get(self, name:str)->int:
+    seed:int=0 # any integer
+    def get(self,
+        name:str, # of a parameter
+    )->int:
         """The seed that belongs to `name`
 
         Parameters
         ----------
         name : str
+            of a parameter
 
         Returns
         -------

@@ -210,8 +210,16 @@ class Pruned(Perturbation):
         Parameters
         ----------
         model
+            an nn.Module
         units
+            list of `Unit`, the layers that were asked for
         sample
+            example input; a tuple holds several
+
+        Returns
+        -------
+        list
+            of `Unit`, or of what the method takes for one
         """
         names = {u.name for u in units}
         found = []
@@ -219,16 +227,31 @@ class Pruned(Perturbation):
             if names & {u.name for u in g.units}: found.append(g)
         return found
     @classmethod
-    def configure(cls, *, model, units=(), criteria=large_final, calibration_data=None, sample=None):
+    def configure(cls,
+        *, model,              # an nn.Module
+        units=(),              # not looked at: readers of a group count too
+        criteria=large_final,  # which channels matter
+        calibration_data=None, # batches, for criteria that use data
+        sample=None,           # example input; a tuple holds several
+    ):                         # level -> perturbation
         """Fetch what the criterion needs, for the groups and their readers
 
         Parameters
         ----------
         model
+            an nn.Module
         units : default ()
+            not looked at: readers of a group count too
         criteria : default large_final
+            which channels matter
         calibration_data : default None
+            batches, for criteria that use data
         sample : default None
+            example input; a tuple holds several
+
+        Returns
+        -------
+        level -> perturbation
         """
         bound = bind(criteria, model, all_units(model)[0], calibration_data, sample)
         return partial(cls, criteria=bound)
@@ -307,6 +330,7 @@ def refusal(self:Pruned, unit):
     Parameters
     ----------
     unit
+        a `Unit`, or what `find_units` found
     """
     group = check_group(unit)
     if group.reason: return group.reason
@@ -323,7 +347,9 @@ def change(self:Pruned, model, unit):
     Parameters
     ----------
     model
+        an nn.Module
     unit
+        of the model: a `Unit`, or what `find_units` found
     """
     group = check_group(unit)
     if group.graph.model is not model:

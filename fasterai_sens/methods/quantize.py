@@ -233,6 +233,7 @@ def refusal(self:Quantized, unit):
     Parameters
     ----------
     unit
+        a `Unit`, or what `find_units` found
     """
     if self.group_size:
         why = group_misfit(unit.filters, self.group_size)
@@ -342,7 +343,9 @@ def change(self:Quantized, model, unit)->list: # of the hooks on activations
     Parameters
     ----------
     model
+        an nn.Module
     unit
+        of the model: a `Unit`, or what `find_units` found
 
     Returns
     -------
@@ -777,19 +780,38 @@ def options_from(cls:Quantized, settings):
     Parameters
     ----------
     settings
+        of a result, a mapping
+
+    Returns
+    -------
+    dict
+        option -> value
     """
     return plan_options(BitPlan(settings=settings))
 
 @patch(cls_method=True)
-def unprepared(cls:Quantized, quant_per_channel=True, quant_group_size=None, quant_symmetric=True, **_):
+def unprepared(cls:Quantized,
+    quant_per_channel=True, # a scale for each output channel, or one for the layer
+    quant_group_size=None,  # a scale for each so many weights of an output channel; None: no groups
+    quant_symmetric=True,   # a range around zero, or one that just holds the weights
+    **_,                    # options that do not change what is saved
+):                          # bits -> `Quantized`
     """The grids of the weights
 
     Parameters
     ----------
     quant_per_channel : default True
+        a scale for each output channel, or one for the layer
     quant_group_size : default None
+        a scale for each so many weights of an output channel; None: no groups
     quant_symmetric : default True
+        a range around zero, or one that just holds the weights
     **_
+        options that do not change what is saved
+
+    Returns
+    -------
+    bits -> `Quantized`
     """
     return partial(cls, per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
 
@@ -800,7 +822,13 @@ def plain_targets(cls:Quantized, levels, settings):
     Parameters
     ----------
     levels
+        layer name -> level
     settings
+        of the result that they were chosen from, a mapping
+
+    Returns
+    -------
+    layer name -> level
     """
     return BitPlan(levels, settings={k: v for k, v in settings.items() if k != "bits"})
 
@@ -811,17 +839,27 @@ def needs_inputs(cls:Quantized, settings):
     Parameters
     ----------
     settings
+        of a result, a mapping
     """
     return f"group_size {settings['group_size']}" if settings.get("group_size") else None
 
 @patch(cls_method=True)
-def prepares_late(cls:Quantized, quant_activations=False, **_):
+def prepares_late(cls:Quantized,
+    quant_activations=False, # "output" (or True), "input" or "both": activations are rounded too
+    **_,                     # other options
+):                           # bool
     """Ranges are observed on what is left
 
     Parameters
     ----------
     quant_activations : default False
+        "output" (or True), "input" or "both": activations are rounded too
     **_
+        other options
+
+    Returns
+    -------
+    bool
     """
     return bool(find_sides(quant_activations))
 

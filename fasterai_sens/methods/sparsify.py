@@ -314,17 +314,30 @@ class Sparse(Perturbation):
             for criteria that use data
         sample : default None
             one example input, to tell inputs from targets
+
+        Returns
+        -------
+        Callable
+            level -> perturbation
         """
         granularity = check_granularity(granularity)
         bound = bind(criteria, model, units, calibration_data, sample)
         return partial(cls, granularity=granularity, criteria=bound)
     @classmethod
-    def default_levels(cls, *, granularity="weight"):
+    def default_levels(cls,
+        *, granularity="weight", # block size, or an n:m pattern such as "2:4"
+    )->tuple:                    # percent; None is the level of the pattern
         """The one level that an n:m pattern has, or the usual ones
 
         Parameters
         ----------
         granularity : default "weight"
+            block size, or an n:m pattern such as "2:4"
+
+        Returns
+        -------
+        tuple
+            percent; None is the level of the pattern
         """
         if parse_nm(granularity): return (None,)
         return super().default_levels()
@@ -341,6 +354,7 @@ def refusal(self:Sparse, unit):
     Parameters
     ----------
     unit
+        a `Unit`, or what `find_units` found
     """
     why = obstacle(unit, self.granularity, self.criteria)
     if why or parse_nm(self.granularity) or not self.pct: return why
@@ -357,7 +371,9 @@ def change(self:Sparse, model, unit):
     Parameters
     ----------
     model
+        an nn.Module
     unit
+        of the model: a `Unit`, or what `find_units` found
     """
     keep = sparsity_mask(unit, self.pct, self.granularity, self.criteria)
     drop_weights(unit, keep, self.granularity)
@@ -731,6 +747,7 @@ def needs_inputs(cls:Sparse, settings):
     Parameters
     ----------
     settings
+        of a result, a mapping
     """
     granularity = settings.get("granularity", "weight")
     return f"granularity {granularity}" if parse_nm(granularity) else None

@@ -709,15 +709,30 @@ def side_counts(self:ChannelActor,
     return total
 
 @patch(cls_method=True)
-def actor_class(cls:Pruned, model, sample, criteria, calibration_data, settings):
+def actor_class(cls:Pruned,
+    model,            # an nn.Module
+    sample,           # example input; a tuple holds several
+    criteria,         # which channels matter
+    calibration_data, # batches, for criteria that use data
+    settings,         # of what was measured, not looked at
+):                    # a `ChannelActor`
     """What carries out plans for channels
 
     Parameters
     ----------
     model
+        an nn.Module
     sample
+        example input; a tuple holds several
     criteria
+        which channels matter
     calibration_data
+        batches, for criteria that use data
     settings
+        of what was measured, not looked at
+
+    Returns
+    -------
+    a `ChannelActor`
     """
     return ChannelActor(model, sample, criteria)

@@ -29,12 +29,15 @@ def _load(
             f"masks is a dict of layer name and mask, or a file that holds one; got {type(masks).__name__}")
     return dict(masks)
 
-def weight_mask(mask)->Tensor:
+def weight_mask(
+    mask,     # a tensor, or a dict with tensors "weight" and maybe "bias"
+)->Tensor:
     """The mask of the weight
 
     Parameters
     ----------
     mask
+        a tensor, or a dict with tensors "weight" and maybe "bias"
 
     Returns
     -------
@@ -42,12 +45,15 @@ def weight_mask(mask)->Tensor:
     """
     return mask["weight"] if isinstance(mask, Mapping) else mask
 
-def bias_mask(mask)->Tensor|None:
+def bias_mask(
+    mask,          # as in `weight_mask`
+)->Tensor|None:
     """The mask of the bias, if there is one
 
     Parameters
     ----------
     mask
+        as in `weight_mask`
 
     Returns
     -------

@@ -120,12 +120,15 @@ def compress(self:CompressionCallback):
 
 # %% ../../nbs/train/03_beside.ipynb #7fe4588c
 @patch
-def __call__(self:CompressionCallback, event_name):
+def __call__(self:CompressionCallback,
+    event_name, # such as "before_fit"
+):
     """Run an event; a learning rate finder that was interrupted has left the callback switched off
 
     Parameters
     ----------
     event_name
+        such as "before_fit"
     """
     if event_name == "before_fit":
         self.run = True

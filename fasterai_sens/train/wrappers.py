@@ -36,12 +36,15 @@ def inner_model(
         elif "_orig_mod" in model._modules: model = model._orig_mod   # compiled
         else: return model
 
-def plain_name(name:str)->str:
+def plain_name(
+    name:str, # as in `named_modules` of a wrapped model
+)->str:
     """A layer's name without what wrappers add to it
 
     Parameters
     ----------
     name : str
+        as in `named_modules` of a wrapped model
 
     Returns
     -------
