@@ -484,7 +484,13 @@ class LowRank(Perturbation):
         object.__setattr__(self, "pct", check_pct(self.pct))   # the class is frozen
     @classmethod
     def configure(cls):
-        "Share one decomposition of each weight"
+        """Share one decomposition of each weight
+
+        Returns
+        -------
+        Callable
+            level -> perturbation
+        """
         return partial(cls, spectra=Spectra())
     @classmethod
     def find_units(cls, model, units, sample):
@@ -493,8 +499,16 @@ class LowRank(Perturbation):
         Parameters
         ----------
         model
+            an nn.Module
         units
+            list of `Unit`, the layers that were asked for
         sample
+            example input; a tuple holds several
+
+        Returns
+        -------
+        list
+            of `Unit`, or of what the method takes for one
         """
         return rank_units(model, units, sample)
     @property
@@ -531,6 +545,7 @@ def refusal(self:LowRank, unit):
     Parameters
     ----------
     unit
+        a `Unit`, or what `find_units` found
     """
     why = never_factorized(unit)
     if why: return why
@@ -587,7 +602,9 @@ def change(self:LowRank, model, unit):
     Parameters
     ----------
     model
+        an nn.Module
     unit
+        of the model: a `Unit`, or what `find_units` found
     """
     rank = self.rank_of(unit)
     if rank is None: return
