@@ -16,6 +16,8 @@ from threading import RLock
 
 import numpy as np
 
+from ..core.checks import quoted
+
 # %% ../../nbs/plans/02_knapsack.ipynb #a742ac6b
 @dataclass(frozen=True)
 class Options:
@@ -38,7 +40,7 @@ class Options:
     costs:dict         # budget name -> `[n]`
 
 def as_options(
-    damage:list,  # a sequence a unit: damage of each of its options
+    damage:list,  # a sequence for each unit: damage of each of its options
     costs:dict,   # budget name -> the same shape
     budgets:dict, # budget name -> number
 )->Options:
@@ -47,7 +49,7 @@ def as_options(
     Parameters
     ----------
     damage : list
-        a sequence a unit: damage of each of its options
+        a sequence for each unit: damage of each of its options
     costs : dict
         budget name -> the same shape
     budgets : dict
@@ -57,20 +59,30 @@ def as_options(
     -------
     Options
     """
-    sizes = [len(d) for d in damage]
+    sizes = [len(options) for options in damage]
     if not sizes or 0 in sizes: raise ValueError("every unit needs at least one option, and there must be a unit")
-    if costs.keys() != budgets.keys(): raise ValueError(f"costs are for {', '.join(map(repr, costs))}, budgets for {', '.join(map(repr, budgets))}; they must have the same names")
-    for k, c in costs.items():
-        if [len(x) for x in c] != sizes: raise ValueError(f"costs of {k!r} must have the shape of damage, a number for each option of each unit")
-        if not np.isfinite(np.concatenate(c)).all() or not math.isfinite(budgets[k]): raise ValueError(f"costs and budget of {k!r} must be finite numbers")
-    return Options(np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes]), np.concatenate(damage).astype(float), {k: np.concatenate(c).astype(float) for k, c in costs.items()})
+    if costs.keys() != budgets.keys():
+        which = f"costs are for {quoted(costs)}, budgets for {quoted(budgets)}"
+        raise ValueError(f"{which}; they must have the same names")
+    flat = {}
+    for name, table in costs.items():
+        if [len(options) for options in table] != sizes:
+            raise ValueError(f"costs of {name!r} must have the shape of damage, a number for each option of each unit")
+        row = np.concatenate(table)
+        if not np.isfinite(row).all() or not math.isfinite(budgets[name]):
+            raise ValueError(f"costs and budget of {name!r} must be finite numbers")
+        flat[name] = row.astype(float)
+    unit = np.repeat(np.arange(len(sizes)), sizes)
+    rank = np.concatenate([np.arange(n) for n in sizes])
+    return Options(unit, rank, np.concatenate(damage).astype(float), flat)
 
-# %% ../../nbs/plans/02_knapsack.ipynb #e9241d72
+# %% ../../nbs/plans/02_knapsack.ipynb #95abf2fb
 _one_at_a_time = RLock()   # standard output belongs to the whole process
 
 def flush_all():
     "Write out what Python and C have collected for standard output"
-    if sys.stdout is not None and not sys.stdout.closed: sys.stdout.flush()
+    out = sys.stdout
+    if out is not None and not out.closed: out.flush()
     library = "ucrtbase" if os.name == "nt" else None   # None: what the process itself is linked with
     try: ctypes.CDLL(library).fflush(None)
     except (OSError, AttributeError): pass   # C's own lines come late, then
@@ -115,6 +127,29 @@ def solve_quietly(
     with no_output(): return milp(*args, **options)
 
 # %% ../../nbs/plans/02_knapsack.ipynb #3c10f342
+def _solve(
+    goal:np.ndarray,  # what to have least of, `[n]`
+    o:Options,        # what there is to choose
+    limits:dict,      # name -> (cost of each option `[n]`, most)
+    aims:dict,        # name -> what the solver is told instead of `most`
+    gap:float,        # as for `least`
+    nodes:int|None,   # as for `least`
+)->np.ndarray|None:   # whether each option is chosen, bool `[n]`
+    "One run of the solver; None if no choice meets the limits"
+    from scipy.optimize import Bounds, LinearConstraint
+    from scipy.sparse import coo_matrix
+    n = len(o.unit)
+    whose = coo_matrix((np.ones(n), (o.unit, np.arange(n))))   # a row for each unit, a column for each option
+    rules = [LinearConstraint(whose.tocsr(), 1, 1)]
+    for name, (cost, _) in limits.items():
+        largest = np.abs(cost).max() or 1.
+        scale = largest/1e3
+        rules.append(LinearConstraint((cost/scale)[None], -np.inf, aims[name]/scale))
+    effort = dict(mip_rel_gap=gap, presolve=False, node_limit=nodes or 2**30)
+    found = solve_quietly(goal, integrality=np.ones(n), bounds=Bounds(0, 1), constraints=rules, options=effort)
+    return None if found.x is None else found.x > .5
+
+# %% ../../nbs/plans/02_knapsack.ipynb #3c4b40bf
 def least(
     goal:np.ndarray, # what the sum of the choices should be least of, 0 or more, `[n]`
     o:Options,       # what there is to choose
@@ -142,73 +177,87 @@ def least(
     np.ndarray|None
         whether each option is chosen, bool `[n]`; None if no choice meets the limits
     """
-    from scipy.optimize import Bounds, LinearConstraint
-    from scipy.sparse import coo_matrix
-    one_each = LinearConstraint(coo_matrix((np.ones(len(o.unit)), (o.unit, np.arange(len(o.unit))))).tocsr(), 1, 1)
-    c = 1e6*goal/(goal.max() or 1.) + 1e-5*o.rank
-    slack = {k: limit + 1e-9*abs(limit) for k, (_, limit) in limits.items()}
-    within = dict(slack)
+    largest = goal.max() or 1.
+    scaled = 1e6*goal/largest + 1e-5*o.rank
+    allowed = {name: most + 1e-9*abs(most) for name, (_, most) in limits.items()}
+    aims = allowed
     for _ in range(20):
-        rows = [LinearConstraint((cost/s)[None], -np.inf, within[k]/s) for k, (cost, _) in limits.items() for s in [(np.abs(cost).max() or 1.)/1e3]]
-        found = solve_quietly(c, integrality=np.ones(len(c)), bounds=Bounds(0, 1), constraints=[one_each, *rows], options=dict(mip_rel_gap=gap, presolve=False, node_limit=nodes or 2**30))
-        if found.x is None: return None
-        chosen = found.x > .5
-        over = {k: cost[chosen].sum() - slack[k] for k, (cost, _) in limits.items()}
+        chosen = _solve(scaled, o, limits, aims, gap, nodes)
+        if chosen is None: return None
+        over = {name: cost[chosen].sum() - allowed[name] for name, (cost, _) in limits.items()}
         if max(over.values(), default=0.) <= 0: return chosen
-        within = {k: w - max(0., over[k]) for k, w in within.items()}
+        aims = {name: aim - max(0., over[name]) for name, aim in aims.items()}
     raise RuntimeError("the solver kept overstepping the limits")
 
 # %% ../../nbs/plans/02_knapsack.ipynb #ee5cd940
 def choose(
-    damage:list,  # a sequence a unit: damage of each of its options, mildest first; not finite: the model breaks
+    damage:list,  # a sequence for each unit: damage of each option, mildest first; not finite: the model breaks
     costs:dict,   # budget name -> the same shape: what each option costs
     budgets:dict, # budget name -> most that all choices together may cost
-    gap=None,     # stop when proven to be within this share of the best; None: 0, but with over 2000 options the proof ends after 100 nodes, mostly within 1e-4 of the best
+    gap=None,     # stop when proven to be within this share of the best; None: 0, or an early end with many options
     apart=(),     # pairs of (unit, its options): of the two only one may be chosen
-)->list:          # index of the chosen option, one a unit
-    """The choice with the least total damage within all budgets; damages closer than 1e-11 of the largest are equal, the mildest wins. Raises ValueError if there is none
+)->list:          # index of the chosen option, one for each unit
+    """The choice with the least total damage within all budgets
+
+    Damages closer than 1e-11 of the largest are equal, and the mildest wins. With over 2000 options and no `gap`, the
+    proof ends after 100 nodes, mostly within 1e-4 of the best. Raises ValueError if there is no choice.
 
     Parameters
     ----------
     damage : list
-        a sequence a unit: damage of each of its options, mildest first; not finite: the model breaks
+        a sequence for each unit: damage of each option, mildest first; not finite: the model breaks
     costs : dict
         budget name -> the same shape: what each option costs
     budgets : dict
         budget name -> most that all choices together may cost
     gap : default None
-        stop when proven to be within this share of the best; None: 0, but with over 2000 options the
-        proof ends after 100 nodes, mostly within 1e-4 of the best
+        stop when proven to be within this share of the best; None: 0, or an early end with many options
     apart : default ()
         pairs of (unit, its options): of the two only one may be chosen
 
     Returns
     -------
     list
-        index of the chosen option, one a unit
+        index of the chosen option, one for each unit
     """
     o = as_options(damage, costs, budgets)
-    effort = dict(gap=gap or 0, nodes=100 if gap is None and len(o.unit) > 2000 else None)
-    rows = {i: sum((o.unit == u) & np.isin(o.rank, options) for u, options in pair) for i, pair in enumerate(apart)}
-    limits = {i: (row.astype(float), 1.) for i, row in rows.items()} | {k: (o.costs[k], b) for k, b in budgets.items()}
+    limits = _exclusions(o, apart)
+    for name, most in budgets.items(): limits[name] = (o.costs[name], most)
     broken = ~np.isfinite(o.damage)
     if broken.any():
-        fewest = least(broken.astype(float), o, limits)
+        n_broken = broken.astype(float)
+        fewest = least(n_broken, o, limits)
         if fewest is None: raise ValueError(_out_of_reach(o, limits, budgets))
-        limits = {"broken": (broken.astype(float), float(broken[fewest].sum()))} | limits
+        limits = {"broken": (n_broken, n_broken[fewest].sum())} | limits
     lowest = min(0., np.where(broken, 0., o.damage).min())
-    chosen = least(np.where(broken, 0., o.damage - lowest), o, limits, **effort)
+    rises = np.where(broken, 0., o.damage - lowest)
+    is_large = gap is None and len(o.unit) > 2000
+    chosen = least(rises, o, limits, gap=gap or 0, nodes=100 if is_large else None)
     if chosen is None: raise ValueError(_out_of_reach(o, limits, budgets))
     return o.rank[chosen].tolist()
 
+def _exclusions(o:Options, apart)->dict:
+    "A limit for each pair of options that exclude each other: together they may be chosen once"
+    limits = {}
+    for i, pair in enumerate(apart):
+        either = sum((o.unit == unit) & np.isin(o.rank, options) for unit, options in pair)
+        limits[i] = (either.astype(float), 1.)
+    return limits
+
 def _out_of_reach(o:Options, limits:dict, budgets:dict)->str:
     "What to say when no choice meets the limits: the least that each of the budgets can be"
-    each = {k: sum(limits[k][0][o.unit == u].min() for u in range(o.unit[-1] + 1)) for k in budgets}
-    alone = [f"{k} cannot be below {each[k]:.12g}, the budget is {b:.12g}" for k, b in budgets.items() if each[k] > b]
+    alone = []
+    for name, most in budgets.items():
+        cost, _ = limits[name]
+        lowest = sum(cost[o.unit == unit].min() for unit in range(o.unit[-1] + 1))
+        if lowest > most: alone.append(f"{name} cannot be below {lowest:.12g}, the budget is {most:.12g}")
     if alone: return "; ".join(alone)
     *others, last = budgets
-    cost = limits[last][0]
-    best = least(cost - cost.min(), o, {k: v for k, v in limits.items() if k != last})
-    within = f" within those for {', '.join(others)},"*bool(others)
-    if best is None: return f"no choice meets the budgets for {', '.join(others) or last} at once"
-    return f"no choice meets all budgets at once:{within} {last} cannot be below {cost[best].sum():.12g}, the budget is {limits[last][1]:.12g}"
+    cost, most = limits[last]
+    rest = {name: limit for name, limit in limits.items() if name != last}
+    best = least(cost - cost.min(), o, rest)
+    those = ", ".join(others)
+    if best is None: return f"no choice meets the budgets for {those or last} at once"
+    within = f" within those for {those}," if others else ""
+    can = f"{last} cannot be below {cost[best].sum():.12g}, the budget is {most:.12g}"
+    return f"no choice meets all budgets at once:{within} {can}"
