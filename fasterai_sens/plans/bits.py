@@ -8,13 +8,12 @@ __all__ = ['bit_options', 'check_bit_target', 'check_bit_sweep']
 # %% ../../nbs/plans/03_bits.ipynb #0e552ed1
 import math
 from collections.abc import Mapping
-from numbers import Real
 
 from fastcore.basics import patch
 
-from ..core.checks import check_bits, unknown_name
-from ..core.results import SensitivityResult, damage, in_bits, plan_basis
-from ..core.sweeps import SweepResult
+from ..core.checks import check_bits, check_number, unknown_name
+from ..core.results import SensitivityResult, in_bits, plan_basis
+from ..core.sweeps import SweepResult, rising_damages
 from ..core.plans import BitPlan, LayerTargets, check_method
 from ..core.layers import all_units, by_name, target_units
 from ..methods.quantize import packed_bytes, plan_bytes
@@ -24,7 +23,8 @@ from .knapsack import choose
 # %% ../../nbs/plans/03_bits.ipynb #804a1195
 def bit_options(
     sweep:SweepResult, # over bits
-    low:int, high:int, # fewest and most bits for any layer
+    low:int,           # fewest bits for any layer
+    high:int,          # most bits for any layer
     locked:dict,       # layer name -> bits, which must have been measured
     by=None,           # "metric" or "objective"; None: the objective if it was recorded
 )->dict:               # layer name -> {bits: damage}, most bits first
@@ -35,9 +35,9 @@ def bit_options(
     sweep : SweepResult
         over bits
     low : int
-        fewest and most bits for any layer
+        fewest bits for any layer
     high : int
-        fewest and most bits for any layer
+        most bits for any layer
     locked : dict
         layer name -> bits, which must have been measured
     by : default None
@@ -48,41 +48,58 @@ def bit_options(
     dict
         layer name -> {bits: damage}, most bits first
     """
-    out, by = {}, plan_basis([row for r in sweep for row in r.layers], by)
+    by = plan_basis([row for result in sweep for row in result.layers], by)
+    found = {}
     for name in sweep.names:
-        if not (rows := sweep.rows(name)): continue
-        known, worst = {}, 0.
-        for bits in sorted(rows, reverse=True): known[bits] = worst = max(worst, damage(rows[bits], by))
-        if name in locked: allowed, why = {locked[name]}, f"it is locked at {locked[name]}"
-        else: allowed, why = range(low, high + 1), f"min_bits is {low} and max_bits {high}"
-        options = {b: d for b, d in known.items() if b in allowed}
-        if not options: raise ValueError(f"{name} was measured at {', '.join(map(str, known))} bits, but {why}")
-        out[name] = {b: d for b, d in options.items() if math.isfinite(d)} or options
-    return out
+        rows = sweep.rows(name)
+        if not rows: continue
+        ladder = sorted(rows, reverse=True)
+        known = dict(zip(ladder, rising_damages(rows, ladder, by), strict=True))
+        if name in locked:
+            allowed, why = {locked[name]}, f"it is locked at {locked[name]}"
+        else:
+            allowed, why = range(low, high + 1), f"min_bits is {low} and max_bits {high}"
+        options = {bits: damage for bits, damage in known.items() if bits in allowed}
+        if not options:
+            measured = ", ".join(map(str, known))
+            raise ValueError(f"{name} was measured at {measured} bits, but {why}")
+        finite = {bits: damage for bits, damage in options.items() if math.isfinite(damage)}
+        found[name] = finite or options
+    return found
 
 # %% ../../nbs/plans/03_bits.ipynb #64907435
 def check_bit_target(
-    target_bits, target_bytes, # as the user gave them, one of them None
-    min_bits, max_bits,        # as the user gave them
+    target_bits,  # as the user gave it; None: not given
+    target_bytes, # as the user gave it; None: not given
+    min_bits,     # as the user gave it
+    max_bits,     # as the user gave it
 ):
-    """Raises ValueError unless exactly one target is given, it is a number of its kind, and the bounds are bits in order
+    """Raises ValueError unless one target is given, it is a number of its kind, and the bounds are bits in order
 
     Parameters
     ----------
     target_bits
-        as the user gave them, one of them None
+        as the user gave it; None: not given
     target_bytes
-        as the user gave them, one of them None
+        as the user gave it; None: not given
     min_bits
-        as the user gave them
+        as the user gave it
     max_bits
-        as the user gave them
+        as the user gave it
     """
-    if (target_bits is None) == (target_bytes is None): raise ValueError(f"give either target_bits, the mean over the quantized weights, or target_bytes, of the whole model; got {'neither' if target_bits is None else 'both'}")
-    if target_bits is not None and (isinstance(target_bits, bool) or not isinstance(target_bits, Real) or not 2 <= target_bits <= 16): raise ValueError(f"target_bits is a mean of bits, a number from 2 to 16; got {target_bits!r}")
-    if target_bytes is not None and (isinstance(target_bytes, bool) or not isinstance(target_bytes, Real) or not 0 < target_bytes < math.inf): raise ValueError(f"target_bytes is the size of the whole model, a number above 0; got {target_bytes!r}")
-    if check_bits(min_bits, "min_bits") > check_bits(max_bits, "max_bits"): raise ValueError(f"min_bits {min_bits} is above max_bits {max_bits}")
+    if (target_bits is None) == (target_bytes is None):
+        choices = "target_bits, the mean over the quantized weights, or target_bytes, of the whole model"
+        got = "neither" if target_bits is None else "both"
+        raise ValueError(f"give either {choices}; got {got}")
+    if target_bytes is None:
+        check_number(target_bits, "target_bits is a mean of bits, a number from 2 to 16", 2, 16)
+    else:
+        check_number(target_bytes, "target_bytes is the size of the whole model, a number above 0", above=0)
+    fewest = check_bits(min_bits, "min_bits")
+    most = check_bits(max_bits, "max_bits")
+    if fewest > most: raise ValueError(f"min_bits {min_bits} is above max_bits {max_bits}")
 
+# %% ../../nbs/plans/03_bits.ipynb #c31c9308
 def check_bit_sweep(
     sweep:SweepResult, # to make a plan from
 )->dict:               # the settings that all levels share
@@ -98,12 +115,87 @@ def check_bit_sweep(
     dict
         the settings that all levels share
     """
-    kind, shared = sweep[0].compression_type, [{k: v for k, v in r.settings.items() if k != "bits"} for r in sweep]
-    if not in_bits(kind): raise ValueError(f"a sweep over {kind} is in percent and has no bit plan; to_layer_targets turns it into targets")
-    if any(s != shared[0] for s in shared): raise ValueError("the levels of this sweep were measured with different settings; sweep them together")
-    return shared[0]
+    kind = sweep[0].compression_type
+    if not in_bits(kind):
+        hint = "to_layer_targets turns it into targets"
+        raise ValueError(f"a sweep over {kind} is in percent and has no bit plan; {hint}")
+    settings = []
+    for result in sweep:
+        settings.append({key: value for key, value in result.settings.items() if key != "bits"})
+    first, *others = settings
+    if any(other != first for other in others):
+        raise ValueError("the levels of this sweep were measured with different settings; sweep them together")
+    return first
 
-# %% ../../nbs/plans/03_bits.ipynb #c31c9308
+# %% ../../nbs/plans/03_bits.ipynb #bd241e64
+def _bit_costs(
+    options:dict, # layer name -> {bits: damage}
+    units:dict,   # layer name -> `Unit`
+    model,        # as a whole
+    target_bits,  # mean over the quantized weights, or None
+    target_bytes, # of the whole model, or None
+    how:dict,     # how layers are quantized
+)->tuple:         # cost of each option for each layer, and what they may cost together
+    "Weights times bits, or bytes, of each option, and the budget for all"
+    if target_bytes is None:
+        def cost(name, bits): return units[name].weight.numel()*bits
+        n_weights = sum(units[name].weight.numel() for name in options)
+        budget = target_bits*n_weights
+    else:
+        def cost(name, bits): return packed_bytes(units[name], bits, **how)
+        whole = plan_bytes(model, dict.fromkeys(options, 2), **how)
+        fixed = whole - sum(cost(name, 2) for name in options)
+        budget = target_bytes - fixed
+    costs = []
+    for name, known in options.items():
+        costs.append([cost(name, bits) for bits in known])
+    return costs, budget
+
+def _bit_range(
+    options:dict, # as for `_bit_costs`, and so are the others
+    model, target_bits, target_bytes, how:dict,
+)->str:
+    "What to say about a target that is too small"
+    fewest = {name: min(known) for name, known in options.items()}
+    most = {name: max(known) for name, known in options.items()}
+    if target_bytes is None:
+        given = f"target_bits {target_bits:.12g}"
+        low = LayerTargets(fewest, "bits").mean(model)
+        high = LayerTargets(most, "bits").mean(model)
+    else:
+        given = f"target_bytes {target_bytes:.12g}"
+        low = plan_bytes(model, fewest, **how)
+        high = plan_bytes(model, most, **how)
+    possible = f"between {low:.12g} and {high:.12g} is possible with the levels that were measured"
+    return f"{given} is out of reach: {possible}, within min_bits, max_bits and locked"
+
+# %% ../../nbs/plans/03_bits.ipynb #41d4cbeb
+def _measured_units(sweep:SweepResult, model)->dict:
+    "Layer name -> `Unit` of `model`. Raises KeyError or ValueError if `model` is not the one that was measured"
+    for result in sweep: knobs(result.layers, model)
+    units, _ = all_units(model)
+    known = by_name(units)
+    return {name: known[name] for name in sweep.names}
+
+def _locked_bits(
+    locked,     # layer name -> bits, as the user gave it
+    units:dict, # layer name -> `Unit`, of the layers that were measured
+    model,      # that was measured
+    method:str, # of the sweep
+)->dict:
+    "Bits of locked layers under the names of the sweep"
+    if not isinstance(locked, Mapping):
+        raise TypeError(f"locked is a dictionary of layer names and bits; got {type(locked).__name__}")
+    check_method(locked, method)
+    checked = {name: check_bits(bits, f"locked[{name!r}]") for name, bits in locked.items()}
+    name_of = {id(unit.weight): name for name, unit in units.items()}
+    found = {}
+    for unit, bits in target_units(model, checked).items():
+        if id(unit.weight) not in name_of: raise unknown_name(unit.name, units, "measured layer")
+        found[name_of[id(unit.weight)]] = bits
+    return found
+
+# %% ../../nbs/plans/03_bits.ipynb #46d02cae
 @patch
 def to_bit_plan(self:SweepResult,
     model,              # model that was measured, for the sizes of its layers
@@ -114,7 +206,9 @@ def to_bit_plan(self:SweepResult,
     locked=None,        # layer name -> bits, decided already; must have been measured
     by=None,            # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
 )->BitPlan:             # with `size_bytes`, `predicted_metric` and the settings that were measured
-    """Measured bits for each layer, with the least sum of damages within the budget. Raises ValueError if that is out of reach, KeyError for an unknown name
+    """Measured bits for each layer, with the least sum of damages within the budget
+
+    Raises ValueError if that is out of reach, KeyError for an unknown name.
 
     Parameters
     ----------
@@ -140,45 +234,26 @@ def to_bit_plan(self:SweepResult,
     """
     check_bit_target(target_bits, target_bytes, min_bits, max_bits)
     settings = check_bit_sweep(self)
-    how = {k: settings[k] for k in ("per_channel", "group_size", "symmetric") if k in settings}
+    how = {key: settings[key] for key in ("per_channel", "group_size", "symmetric") if key in settings}
     units = _measured_units(self, model)
-    bounds = min_bits, max_bits, _locked(units, model, locked or {})
-    options = bit_options(self, *bounds, by)
+    decided = _locked_bits(locked or {}, units, model, self[0].compression_type)
+    options = bit_options(self, min_bits, max_bits, decided, by)
     if not options: raise ValueError("no layer of this sweep could be quantized")
-    if target_bytes is None: name, budget, cost = "target_bits", target_bits*sum(units[n].weight.numel() for n in options), lambda n, b: units[n].weight.numel()*b
-    else:
-        fixed = plan_bytes(model, {n: 2 for n in options}, **how) - sum(packed_bytes(units[n], 2, **how) for n in options)
-        name, budget, cost = "target_bytes", target_bytes - fixed, lambda n, b: packed_bytes(units[n], b, **how)
-    costs = [[cost(n, b) for b in bits] for n, bits in options.items()]
-    if sum(map(min, costs)) > budget*(1 + 1e-9): raise ValueError(_bit_range(options, units, target_bits, target_bytes, model, how))
-    picked = choose([list(bits.values()) for bits in options.values()], {name: costs}, {name: budget})
-    bits = {n: list(of)[i] for (n, of), i in zip(options.items(), picked, strict=True)}
-    return BitPlan(bits, size_bytes=plan_bytes(model, bits, **how), predicted_metric=self.predict(bits), metric_name=self[0].metric_name,
-                   settings=settings, weights={n: units[n].weight.numel() for n in bits})
-
-# %% ../../nbs/plans/03_bits.ipynb #368dd616
-def _measured_units(sweep:SweepResult, model)->dict:
-    "Layer name -> `Unit` of `model`. Raises KeyError or ValueError if `model` is not the one that was measured"
-    for r in sweep: knobs(r.layers, model)
-    known = by_name(all_units(model)[0])
-    return {n: known[n] for n in sweep.names}
-
-def _locked(units:dict, model, locked)->dict:
-    "Bits of locked layers under the names of the sweep"
-    if not isinstance(locked, Mapping): raise TypeError(f"locked is a dictionary of layer names and bits; got {type(locked).__name__}")
-    check_method(locked, "quantization")
-    chosen, names = target_units(model, {n: check_bits(b, f"locked[{n!r}]") for n, b in locked.items()}), {id(u.weight): n for n, u in units.items()}
-    for u in chosen:
-        if id(u.weight) not in names: raise unknown_name(u.name, units, "measured layer")
-    return {names[id(u.weight)]: b for u, b in chosen.items()}
-
-def _bit_range(options:dict, units:dict, target_bits, target_bytes, model, how:dict)->str:
-    "What to say about a target that is too small"
-    ends = [{n: pick(of) for n, of in options.items()} for pick in (min, max)]
-    if target_bytes is None: low, high = (LayerTargets(e, "bits").mean(model) for e in ends)
-    else: low, high = (plan_bytes(model, e, **how) for e in ends)
-    name, target = ("target_bits", target_bits) if target_bytes is None else ("target_bytes", target_bytes)
-    return f"{name} {target:.12g} is out of reach: between {low:.12g} and {high:.12g} is possible with the levels that were measured, within min_bits, max_bits and locked"
+    costs, budget = _bit_costs(options, units, model, target_bits, target_bytes, how)
+    least = sum(map(min, costs))
+    if least > budget*(1 + 1e-9): raise ValueError(_bit_range(options, model, target_bits, target_bytes, how))
+    name = "target_bits" if target_bytes is None else "target_bytes"
+    damages = [list(known.values()) for known in options.values()]
+    picked = choose(damages, {name: costs}, {name: budget})
+    bits = {}
+    for (layer, known), i in zip(options.items(), picked, strict=True): bits[layer] = list(known)[i]
+    return BitPlan(
+        bits,
+        size_bytes=plan_bytes(model, bits, **how),
+        predicted_metric=self.predict(bits),
+        metric_name=self[0].metric_name,
+        settings=settings,
+        weights={layer: units[layer].weight.numel() for layer in bits})
 
 @patch
 def to_bit_plan(self:SensitivityResult, *args, **kwargs):
@@ -189,4 +264,5 @@ def to_bit_plan(self:SensitivityResult, *args, **kwargs):
     *args
     **kwargs
     """
-    raise ValueError("one level leaves nothing to choose; sweep(\"quantization\") measures several, and its to_bit_plan chooses among them")
+    hint = "sweep(\"quantization\") measures several, and its to_bit_plan chooses among them"
+    raise ValueError(f"one level leaves nothing to choose; {hint}")
