@@ -179,8 +179,11 @@ def test_sizes_take_what_is_theirs(net):
     sweep = a.sweep("sparsity", granularity="row", verbose=False)
     for f in small_of(net):
         with unchanged(net):
-            f("sparsity", granularity="row", criteria=random, plan=sweep, max_pct=80)
-            f("pruning", criteria=random)
+            sparse = f("sparsity", granularity="row", criteria=random, plan=sweep, max_pct=80)
+            pruned = f("pruning", criteria=random)
+        sparse, pruned = (made if hasattr(made, "plan") else made[0] for made in (sparse, pruned))
+        assert sparse.size_pct <= 60 and pruned.size_pct <= 60
+        assert 0 < max(sparse.plan.values()) <= 80 and pruned.plan
 
 
 def test_budgets_say_what_they_are_of(net):

@@ -256,7 +256,18 @@ def test_last_good_stage_is_restored(compression):
     check_usable(learn)
 
 
-@pytest.mark.parametrize("compression", ["sparsity", "pruning"])
+def test_two_layers_of_the_last_good_stage_are_restored():
+    """Low rank puts other modules into the model; those of the stage before come back, and train on."""
+    kept = recover(good := learner(), (30,), compression="low_rank")
+    found = recover(learn := learner(), (30, 95), compression="low_rank", max_drop=kept.history[0]["drop"] + 0.01)
+    assert (found.best, len(found.history)) == (30, 2) and found.stopped
+    a, b = good.model.state_dict(), learn.model.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert "conv1.1.weight" in b
+    check_usable(learn)
+
+
+@pytest.mark.parametrize("compression", ["sparsity", "pruning", "low_rank"])
 @pytest.mark.parametrize("used", [True, False])
 def test_no_stage_passes(compression, used):
     """Then nothing has happened, to the model or the optimizer."""

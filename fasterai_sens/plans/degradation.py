@@ -615,7 +615,7 @@ def analyze_degradation(
     sample,               # example input: a tensor, a tuple, or a dict of keyword inputs
     eval_fn:Callable,     # model -> number or 1-D tensor of per-sample scores; or a pair of those, (metric, objective)
     sizes=(100, 80, 60, 40, 20), # at most these: percent of the model as it is, or text such as "25 %"; in any order
-    compression="pruning", # name of a method: "pruning", "sparsity", "quantization" or one of your own
+    compression="pruning", # name of a method: "pruning", "sparsity", "quantization", "low_rank" or your own
     *, cost="bytes",      # what size is counted in: "bytes", "params", or "flops" (multiply-accumulates)
     absolute:bool=False,  # sizes are numbers of bytes, parameters or multiply-accumulates
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities
@@ -647,7 +647,7 @@ def analyze_degradation(
     sizes : default (100, 80, 60, 40, 20)
         at most these: percent of the model as it is, or text such as "25 %"; in any order
     compression : default "pruning"
-        name of a method: "pruning", "sparsity", "quantization" or one of your own
+        name of a method: "pruning", "sparsity", "quantization", "low_rank" or your own
     cost : default "bytes"
         what size is counted in: "bytes", "params", or "flops" (multiply-accumulates)
     absolute : bool, default False

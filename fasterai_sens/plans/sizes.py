@@ -1523,7 +1523,7 @@ def compress_to_size(
     model:nn.Module,      # any model; not changed
     sample,               # example input: a tensor, a tuple, or a dict of keyword inputs
     size,                 # at most this: percent of the model as it is, or text such as "25 %"
-    compression="pruning", # name of a method: "pruning", "sparsity", "quantization" or one of your own
+    compression="pruning", # name of a method: "pruning", "sparsity", "quantization", "low_rank" or your own
     *, cost="bytes",      # what size is counted in: "bytes", "params", or "flops" (multiply-accumulates)
     absolute:bool=False,  # `size` is the number of bytes, parameters or multiply-accumulates itself
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities
@@ -1550,7 +1550,7 @@ def compress_to_size(
     size
         at most this: percent of the model as it is, or text such as "25 %"
     compression : default "pruning"
-        name of a method: "pruning", "sparsity", "quantization" or one of your own
+        name of a method: "pruning", "sparsity", "quantization", "low_rank" or your own
     cost : default "bytes"
         what size is counted in: "bytes", "params", or "flops" (multiply-accumulates)
     absolute : bool, default False

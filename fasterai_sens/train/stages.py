@@ -6,23 +6,23 @@
 __all__ = ['RecoveryResult']
 
 # %% ../../nbs/train/07_stages.ipynb #01bc4bfa
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from fastcore.basics import patch
 
 from ..core.checks import format_table
-from ..core.saving import read_json, revive, write_json
+from ..core.saving import Saved, revive
 from ..core.plans import LayerTargets
 
 # %% ../../nbs/train/07_stages.ipynb #25f81213
 @dataclass(repr=False)
-class RecoveryResult:
+class RecoveryResult(Saved):
     """What each stage cost, what fine-tuning brought back, and where the model was left
 
     Parameters
     ----------
     compression : str
-        "sparsity" or "pruning"
+        name of the method
     baseline_metric : float
         of the untouched model
     history : list
@@ -44,7 +44,7 @@ class RecoveryResult:
     settings : dict, default dict()
         criteria, granularity, recalibrated
     """
-    compression:str        # "sparsity" or "pruning"
+    compression:str        # name of the method
     baseline_metric:float  # of the untouched model
     history:list           # one dictionary for each stage tried, with the columns of `to_dataframe`
     best:float|None        # percent, the stage at which the model was left; None: it is as it was
@@ -55,7 +55,8 @@ class RecoveryResult:
     higher_is_better:bool=True # direction of the metric
     skipped:list=field(default_factory=list) # (name, reason) of what no stage compresses
     settings:dict=field(default_factory=dict) # criteria, granularity, recalibrated
-    def __post_init__(self): self.skipped = [tuple(s) for s in self.skipped]
+    def __post_init__(self):
+        self.skipped = [tuple(pair) for pair in self.skipped]   # also those from a file
     def __repr__(self):
         scores = f"{self.baseline_metric:.4f} -> {self.metric:.4f}"
         what = f"{self.compression}, {self.where}"
@@ -119,41 +120,30 @@ def summary(self:RecoveryResult):
 
 # %% ../../nbs/train/07_stages.ipynb #3e7fa2f1
 @patch
-def to_json(self:RecoveryResult,
-    path, # file to write
-):
-    """Write everything to a JSON file
-
-    Parameters
-    ----------
-    path
-        file to write
-    """
-    values = {f.name: getattr(self, f.name) for f in fields(self)}
-    write_json(path, "RecoveryResult", values)
-
-def _recovery_result(d:dict)->RecoveryResult:
-    "A result from its plain dictionary"
-    d = revive(d)
-    targets = []
-    for t in d["targets"]:
-        if isinstance(t, dict): t = LayerTargets(t, method=d["compression"])
-        targets.append(t)
-    return RecoveryResult(**d | {"targets": targets})
+def as_dict(self:RecoveryResult)->dict:
+    "Plain nested dictionary of everything"
+    plain = Saved.as_dict(self)
+    plain["targets"] = [dict(t) if isinstance(t, LayerTargets) else t for t in self.targets]
+    return plain
 
 @patch(cls_method=True)
-def from_json(cls:RecoveryResult,
-    path, # file that `to_json` wrote
+def from_dict(cls:RecoveryResult,
+    d:dict, # from `as_dict`, perhaps through a file
 )->RecoveryResult:
-    """Read a result back, equal to the one that was saved
+    """A result from its plain dictionary
 
     Parameters
     ----------
-    path
-        file that `to_json` wrote
+    d : dict
+        from `as_dict`, perhaps through a file
 
     Returns
     -------
     RecoveryResult
     """
-    return read_json(path, "RecoveryResult", _recovery_result)
+    d = revive(d)
+    targets = []
+    for t in d["targets"]:
+        if isinstance(t, dict): t = LayerTargets(t, method=d["compression"])
+        targets.append(t)
+    return cls(**d | {"targets": targets})
