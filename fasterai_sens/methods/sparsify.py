@@ -564,6 +564,11 @@ def apply_masks(self:Sparsifier):
     forget_casts()
 
 @patch
+def hold(self:Sparsifier):
+    "Set what a step of training filled up to zero again"
+    self.apply_masks()
+
+@patch
 def remove(self:Sparsifier):
     "Forget the masks; the weights stay as they are, and are free to change"
     self.masks = {}
