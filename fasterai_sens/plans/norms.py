@@ -19,39 +19,56 @@ from ..core.state import leave_no_trace
 from ..core.inputs import batches, call
 
 # %% ../../nbs/plans/07_norms.ipynb #d719cb24
+def _running_norms(model:nn.Module)->list:
+    "The batch norms that keep statistics of what goes through them"
+    found = []
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm): continue
+        if module.track_running_stats and module.running_mean is not None: found.append(module)
+    return found
+
 def reestimate_norms(
     model:nn.Module, # changed in place: the running statistics of its batch norms
-    data,            # inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not used
+    data,            # inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets are not used
     sample=None,     # one example input, where the model takes several
 ):
-    """Running means and variances anew, as plain averages over the batches of `data`. Raises ValueError if there are none to estimate or no data; then nothing changes
+    """Running means and variances anew, as plain averages over the batches of `data`
+
+    Raises ValueError if there are none to estimate or no data; then nothing changes.
 
     Parameters
     ----------
     model : nn.Module
         changed in place: the running statistics of its batch norms
     data
-        inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets in them are not
-        used
+        inputs: a tensor, a tuple or dict of them, or an iterable of batches; targets are not used
     sample : default None
         one example input, where the model takes several
     """
-    norms = {m: m.momentum for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None}
-    if not norms: raise ValueError(f"{type(model).__name__} has no batch norm with running statistics; leave recalibrate out")
-    modes, kept, done = [(m, m.training) for m in model.modules()], {m: keep_values(list(m.buffers())) for m in norms}, False
+    norms = _running_norms(model)
+    if not norms:
+        kind = type(model).__name__
+        raise ValueError(f"{kind} has no batch norm with running statistics; leave recalibrate out")
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(norm, norm.momentum) for norm in norms]
+    kept = {norm: keep_values(list(norm.buffers())) for norm in norms}   # norm -> what puts its statistics back
+    done = False
     def finish():
-        for back in () if done else kept.values(): back()
-        for m, training in modes: m.training = training
-        for m, momentum in norms.items(): m.momentum = momentum
+        if not done:
+            for put_back in kept.values(): put_back()
+        for module, training in modes: module.training = training
+        for norm, momentum in momenta: norm.momentum = momentum
     with PutBack(keep_switches, lambda: finish):
         model.eval()
-        for m in norms:
-            m.reset_running_stats()
-            m.momentum, m.training = None, True     # None: the average of all batches
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.training = True
+            norm.momentum = None   # the average of all batches
+        device = next(model.parameters()).device
         with torch.no_grad():
-            for inputs, _ in batches(data, sample, next(model.parameters()).device, "recalibration data"): call(model, inputs)
-        for m, back in kept.items():
-            if not m.num_batches_tracked: back()   # the data never came here
+            for inputs, _ in batches(data, sample, device, "recalibration data"): call(model, inputs)
+        for norm, put_back in kept.items():
+            if not norm.num_batches_tracked: put_back()   # the data never came here
         done = True
 
 # %% ../../nbs/plans/07_norms.ipynb #25ac767e
