@@ -2301,6 +2301,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fasterai_sens/plans/norms.py'),
                                            'fasterai_sens.plans.norms.Recalibrated.__call__': ( 'plans/norms.html#recalibrated.__call__',
                                                                                                 'fasterai_sens/plans/norms.py'),
+                                           'fasterai_sens.plans.norms._running_norms': ( 'plans/norms.html#_running_norms',
+                                                                                         'fasterai_sens/plans/norms.py'),
                                            'fasterai_sens.plans.norms.reestimate_norms': ( 'plans/norms.html#reestimate_norms',
                                                                                            'fasterai_sens/plans/norms.py')},
             'fasterai_sens.plans.search': { 'fasterai_sens.plans.search.Local': ( 'plans/search.html#local',
