@@ -29,6 +29,7 @@ class Perturbation:
     level: ClassVar[Any]
     stays_in_unit: ClassVar[bool]
     outlasts_training: ClassVar[bool]
+    how_to_train: ClassVar[str]
     @classmethod
     def default_levels(cls, **options) -> tuple: ...
     @classmethod

@@ -62,6 +62,7 @@ class LowRank(Perturbation):
     combines: ClassVar[bool]
     ranks: ClassVar[bool]
     outlasts_training: ClassVar[bool]
+    how_to_train: ClassVar[str]
     turn: ClassVar[int]
     column: ClassVar[str]
     def __post_init__(self) -> None: ...
@@ -87,7 +88,6 @@ class LowRankInPlan(LowRank):
     def refusal(self, unit) -> Any: ...
 
 class TwoLayers(nn.Sequential):
-    turned: ClassVar[bool]
     @property
     def bias(self) -> Tensor | None: ...
     @property

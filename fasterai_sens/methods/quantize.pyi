@@ -33,6 +33,7 @@ class Quantized(Perturbation):
     stays_in_unit: ClassVar[bool]
     default_level: ClassVar[int]
     outlasts_training: ClassVar[bool]
+    how_to_train: ClassVar[str]
     unit: ClassVar[str]
     column: ClassVar[str]
     turn: ClassVar[int]
