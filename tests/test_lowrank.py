@@ -279,14 +279,14 @@ def test_replaced_forward_extra_inputs_numbers_that_are_none():
 
 def test_bad_plans():
     """Names, levels, other methods' targets"""
-    net = three_layers()
+    net, x = three_layers(), torch.randn(2, 8)
     with unchanged(net):
         with pytest.raises(KeyError, match="unknown layer 'fc'"): factorize(net, {"fc": 50})
         with pytest.raises(ValueError, match="in percent, a number from 0 to 100"): factorize(net, 150)
         with pytest.raises(ValueError, match="in percent, a number from 0 to 100"): factorize(net, {"0": True})
         with pytest.raises(ValueError, match="these targets are for quantization"): factorize(net, Plan(quantization={"0": 8}).quantization)
         with pytest.raises(ValueError, match="are in bits"): factorize(net, type("Odd", (dict,), {"unit": "bits"})({"0": 8}))
-        with pytest.raises(TypeError, match="low_rank takes no option 'criteria'"): SensitivityAnalyzer(net, torch.randn(1, 8), rows(torch.randn(2, 8))).analyze("low_rank", criteria=1, verbose=False)
+        with pytest.raises(TypeError, match="low_rank takes no option 'criteria'"): SensitivityAnalyzer(net, x, rows(x)).analyze("low_rank", criteria=1, verbose=False)
 
 
 # ---- two layers
@@ -545,7 +545,7 @@ def test_searched(measured):
 def test_does_not_meet_others_in_one_layer(measured):
     """Said at the door"""
     net, x, _, sweeps = measured
-    with pytest.raises(ValueError, match="low_rank"): allocate([sweeps["low_rank"], sweeps["quantization"]], "20%", "bytes", model=net, sample=x[:1], combine=[("low_rank", "quantization")])
+    with pytest.raises(ValueError, match="low_rank meets no other method in one layer"): allocate([sweeps["low_rank"], sweeps["quantization"]], "20%", "bytes", model=net, sample=x[:1], combine=[("low_rank", "quantization")])
     table = cost_table([sweeps["low_rank"], sweeps["quantization"]], net, x[:1])
     assert not any("low_rank" in key and "quantization" in key for key in table.saved)
 

@@ -855,16 +855,16 @@ def by_method(
 # %% ../../nbs/plans/06_allocate.ipynb #48f92639
 def check_pairs(
     combine,         # as the user gave it
-    methods:Iterable, # that are there
+    known:Iterable,  # names of the methods that are there
 )->set:              # of frozensets of two methods
-    """Raises KeyError for an unknown method, ValueError if it is no list of pairs
+    """Raises KeyError for an unknown method, ValueError if it is no list of pairs, or for a method that stays alone
 
     Parameters
     ----------
     combine
         as the user gave it
-    methods : Iterable
-        that are there
+    known : Iterable
+        names of the methods that are there
 
     Returns
     -------
@@ -878,7 +878,9 @@ def check_pairs(
         if isinstance(pair, str) or len(set(pair)) != 2:
             raise ValueError(f"combine holds pairs of methods, such as ('sparsity', 'quantization'); got {pair!r}")
         for name in pair:
-            if name not in methods: raise unknown_name(name, methods, "method")
+            if name not in known: raise unknown_name(name, known, "method")
+            if methods[name].combines: continue
+            raise ValueError(f"{name} meets no other method in one layer; combine the others")
     return {frozenset(pair) for pair in pairs}
 
 # %% ../../nbs/plans/06_allocate.ipynb #709f6fc5
