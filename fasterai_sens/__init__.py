@@ -52,7 +52,7 @@ from .topology.masks import fix_mask_conflict
 from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .train.stages import RecoveryResult
 
-# Whatever module there is in `methods` is imported, and the class of each method has its name here: Sparse, LowRank, ...
+# Whatever module there is in `methods` is imported, and the class of each method that is found has its name here.
 globals().update(_methods_in("fasterai_sens.methods"))
 
 # These add methods to classes of others.
