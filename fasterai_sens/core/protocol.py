@@ -82,6 +82,7 @@ class Perturbation:
     level = None             # how hard this one compresses, as the user said it
     stays_in_unit = False    # whether it writes to the tensors of its unit alone, so that the others need not be checked
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
+    how_to_train = "train with what holds it"   # said where it does not outlast training
     @classmethod
     def default_levels(cls,
         **options, # of the method, as given by the user

@@ -479,6 +479,7 @@ class LowRank(Perturbation):
     stays_in_unit = True
     combines, ranks = False, False
     outlasts_training = False   # written into one weight; two layers do
+    how_to_train = "train the model with two layers, which is what apply leaves"
     turn, column = 50, "saved by rank %"
     def __post_init__(self):
         object.__setattr__(self, "pct", check_pct(self.pct))   # the class is frozen
@@ -615,7 +616,7 @@ def change(self:LowRank, model, unit):
 class TwoLayers(nn.Sequential):
     "Two thin layers in the place of one"
     __jit_unused_properties__ = ["weight", "bias"]
-    turned = False   # whether `weight` is read with the inputs first, as in Hugging Face's Conv1D
+    _turned = False   # whether `weight` is read with the inputs first, as in Hugging Face's Conv1D
     @property
     def bias(self)->Tensor|None: return self[1].bias
     @property
@@ -629,7 +630,7 @@ class TwoLayers(nn.Sequential):
             left, like = as_matrices(second.weight, groups), first.weight
         product = left @ as_matrices(like, groups)
         whole = product.flatten(0, 1).unflatten(1, like.shape[1:])
-        return whole.t() if self.turned else whole
+        return whole.t() if self._turned else whole
 
 # %% ../../nbs/methods/12_lowrank.ipynb #40bfb86b
 def _thin_convs(module:nn.Module, rank:int)->tuple:
@@ -748,7 +749,7 @@ def in_two(
     for name, value in vars(module).items():
         is_plain_attribute = not name.startswith("_") and name != "training"
         if is_plain_attribute or _is_call_hook(name): vars(pair)[name] = value
-    if is_hf_conv1d(module): pair.turned = True
+    if is_hf_conv1d(module): pair._turned = True
     return pair.train(module.training)
 
 def split_unit(

@@ -202,6 +202,7 @@ class Quantized(Perturbation):
     stays_in_unit = True
     default_level = 8
     outlasts_training = False   # weights move off their grid
+    how_to_train = "train with QuantizeCallback"
     unit, column, turn, ranks = "bits", "bits", 40, False
     targets_class = BitPlan
     @classmethod
