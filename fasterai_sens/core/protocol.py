@@ -82,7 +82,6 @@ class Perturbation:
     level = None             # how hard this one compresses, as the user said it
     stays_in_unit = False    # whether it writes to the tensors of its unit alone, so that the others need not be checked
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
-    how_to_train = "train with what holds it"   # said where it does not outlast training
     @classmethod
     def default_levels(cls,
         **options, # of the method, as given by the user
@@ -264,6 +263,11 @@ def plain_targets(cls:Perturbation,
     layer name -> level
     """
     return levels
+
+@patch(cls_method=True)
+def how_to_train(cls:Perturbation)->str:
+    "What to do instead where it does not outlast training, in words"
+    return "train with what holds it"
 
 @patch(cls_method=True)
 def needs_inputs(cls:Perturbation,

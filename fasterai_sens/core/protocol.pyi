@@ -29,7 +29,6 @@ class Perturbation:
     level: ClassVar[Any]
     stays_in_unit: ClassVar[bool]
     outlasts_training: ClassVar[bool]
-    how_to_train: ClassVar[str]
     @classmethod
     def default_levels(cls, **options) -> tuple: ...
     @classmethod
@@ -53,6 +52,8 @@ class Perturbation:
     def unprepared(cls, **options) -> Callable: ...
     @classmethod
     def plain_targets(cls, levels, settings) -> Any: ...
+    @classmethod
+    def how_to_train(cls) -> str: ...
     @classmethod
     def needs_inputs(cls, settings) -> str | None: ...
     @classmethod

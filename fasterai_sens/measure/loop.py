@@ -359,7 +359,7 @@ def check_training(
         if way.outlasts_training: continue
         raise ValueError(
             f"FineTuned holds zeros, and training undoes {way.method_name}, so what it scores would not be compressed; "
-            f"evaluate without it, and {way.how_to_train}"
+            f"evaluate without it, and {way.how_to_train()}"
         )
 
 def check_baseline(

@@ -479,7 +479,6 @@ class LowRank(Perturbation):
     stays_in_unit = True
     combines, ranks = False, False
     outlasts_training = False   # written into one weight; two layers do
-    how_to_train = "train the model with two layers, which is what apply leaves"
     turn, column = 50, "saved by rank %"
     def __post_init__(self):
         object.__setattr__(self, "pct", check_pct(self.pct))   # the class is frozen
@@ -975,6 +974,11 @@ def shrink(self:LowRank, unit, footprint, n_biases=0):
     """
     size = matrix_size(unit)
     return replace(footprint, n_weights=size.n_numbers(self.rank_of(unit)))
+
+@patch(cls_method=True)
+def how_to_train(cls:LowRank):
+    "As what it is when it is carried out"
+    return "train the model with two layers, which is what apply leaves"
 
 @patch(cls_method=True)
 def apply(cls:LowRank, model, targets, *, sample=None, criteria=None, calibration_data=None, settings=()):

@@ -202,7 +202,6 @@ class Quantized(Perturbation):
     stays_in_unit = True
     default_level = 8
     outlasts_training = False   # weights move off their grid
-    how_to_train = "train with QuantizeCallback"
     unit, column, turn, ranks = "bits", "bits", 40, False
     targets_class = BitPlan
     @classmethod
@@ -832,6 +831,11 @@ def plain_targets(cls:Quantized, levels, settings):
     layer name -> level
     """
     return BitPlan(levels, settings={k: v for k, v in settings.items() if k != "bits"})
+
+@patch(cls_method=True)
+def how_to_train(cls:Quantized):
+    "With weights that are rounded again after each step"
+    return "train with QuantizeCallback"
 
 @patch(cls_method=True)
 def needs_inputs(cls:Quantized, settings):

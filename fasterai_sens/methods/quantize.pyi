@@ -33,7 +33,6 @@ class Quantized(Perturbation):
     stays_in_unit: ClassVar[bool]
     default_level: ClassVar[int]
     outlasts_training: ClassVar[bool]
-    how_to_train: ClassVar[str]
     unit: ClassVar[str]
     column: ClassVar[str]
     turn: ClassVar[int]
@@ -60,6 +59,8 @@ class Quantized(Perturbation):
     def unprepared(cls, quant_per_channel=True, quant_group_size=None, quant_symmetric=True, **_) -> Any: ...
     @classmethod
     def plain_targets(cls, levels, settings) -> Any: ...
+    @classmethod
+    def how_to_train(cls) -> Any: ...
     @classmethod
     def needs_inputs(cls, settings) -> Any: ...
     @classmethod
