@@ -3,10 +3,10 @@ import copy
 import io
 import math
 
+import fastai.callback.progress  # noqa: F401  gives Learner its `no_bar`
 import numpy as np
 import pytest
 import torch
-import fastai.callback.progress  # noqa: F401  gives Learner its `no_bar`
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from hypothesis import given, settings
