@@ -48,12 +48,13 @@ sync: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 
-# each notebook in a process of its own, side by side, with one thread each
+# each notebook in a process of its own, side by side, with one thread each; long ones first
 notebooks: $(READY)
-	find nbs -name '*.ipynb' -not -path '*/.*' | sort | OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning xargs -n 1 -P $(CORES) $(BIN)/nbdev-test --timing
+	$(ONE_THREAD)/python tests/run_notebooks.py -j $(CORES)
 
+# all of them, also those marked slow, which plain `pytest` leaves out
 pytest: $(READY) peers
-	$(ONE_THREAD)/pytest -q -n $(CORES) --dist loadfile tests
+	$(ONE_THREAD)/pytest -q -n $(CORES) --dist worksteal -m "" tests
 
 bench: $(READY) peers
 	for f in benchmarks/*.py; do $(RUN)/python $$f || exit 1; done

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
-from torchvision.models import mobilenet_v2, resnet18
+from torchvision.models import mobilenet_v2
+from torchvision.models.resnet import BasicBlock, ResNet
 from toys import Net
 
 from fasterai_sens import LayerTargets, Sparsifier, erk, global_magnitude, lamp, small_final, uniform, wanda
@@ -42,7 +43,7 @@ def upsampler():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 12, 4, groups=4), nn.ConvTranspose1d(12, 5, 3), nn.Conv3d(2, 4, 2))
 
 
-BUILD = {"resnet18": lambda: resnet18(num_classes=10), "mobilenet_v2": lambda: mobilenet_v2(num_classes=10), "words": Words, "upsampler": upsampler}
+BUILD = {"resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), "mobilenet_v2": lambda: mobilenet_v2(num_classes=10), "words": Words, "upsampler": upsampler}
 
 
 @pytest.fixture(scope="module", params=BUILD)

@@ -797,6 +797,7 @@ def in_two_processes(tmp_path, *args):
     return [torch.load(tmp_path / f"{rank}.pth", weights_only=False) for rank in "01"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["wrapped", "accelerate"])
 def test_two_processes_end_with_the_same_model(tmp_path, how):
     """`DistributedDataParallel` on gloo, each process with data of its own, and a criterion that looks at it."""

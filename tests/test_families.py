@@ -202,7 +202,10 @@ def test_members_are_the_smallest():
 # ---- what happens to them
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = "resnet", "mobilenet_v2", "mobilenet_v3", "mnasnet", "squeezenet"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES])
 def test_family(name):
     """All three methods work or say why not, and the model is bit for bit as it was"""
     family = FAMILIES[name]

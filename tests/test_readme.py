@@ -1,17 +1,30 @@
 """The code in the README runs, and its links lead somewhere."""
 import re
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import pytest
+from torch.utils.data import TensorDataset
+from torchvision.models.resnet import BasicBlock, ResNet
 
+import fasterai_sens.show.demo as demo
 from fasterai_sens import changes, count_flops_params, fingerprint
 
 root = Path(__file__).parent.parent
 text = (root / "README.md").read_text()
 
 
-def test_quick_start_runs(capsys):
+@pytest.fixture
+def short_demo(monkeypatch):
+    """The learner of the demo with one block instead of two in each stage of its ResNet, and a third of the digits, of 16 pixels"""
+    learner, digits = demo.digits_learner, demo.digits
+    monkeypatch.setattr(demo, "digits", lambda: [TensorDataset(*part[:len(part)//3]) for part in digits(16)])
+    monkeypatch.setattr(demo, "digits_learner", lambda: learner(epochs=3, arch=partial(ResNet, BasicBlock, [1, 1, 1, 1])))
+
+
+@pytest.mark.slow
+def test_quick_start_runs(capsys, short_demo):
     """The blocks run one after the other, as a reader would run them, and do what the text says."""
     matplotlib.use("Agg")
     names = {}

@@ -266,6 +266,7 @@ def test_state_made_under_inference_mode_goes_back():
 # ---- interrupts
 
 
+@pytest.mark.slow
 def test_two_interrupts_at_any_moment():
     """A hundred tries here; `benchmarks/interrupts.py` makes more"""
     script = Path(__file__).parent.parent / "benchmarks" / "interrupts.py"
