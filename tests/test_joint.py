@@ -116,7 +116,7 @@ def test_recalibrated(small):
 
 
 @pytest.mark.parametrize(("options", "error", "text"), [
-    (dict(budget=1), ValueError, "out of reach"), (dict(cost="latency"), ValueError, "latency cannot be counted"), (dict(evaluations=0), ValueError, "evaluations"),
+    (dict(budget=1), ValueError, "out of reach"), (dict(evaluations=0), ValueError, "evaluations"),
     (dict(locked="nope"), KeyError, "unknown measured layer"), (dict(recalibrate=[]), ValueError, ""), (dict(eval_fn=lambda m: math.nan), ValueError, "untouched model is nan")])
 def test_refused_at_the_door(small, options, error, text):
     """Clear errors, and the model as it was."""

@@ -426,9 +426,8 @@ def test_learner_defaults_and_names(net, data):
 def test_learner_objectives_that_make_no_sense(net, data):
     """Told at the door."""
     learn = learner(net, data)
-    for objective, kind in (("mse", ValueError), (3, TypeError)):
-        with pytest.raises(kind, match="objective is 'auto', 'loss', 'kl', a function"):
-            SensitivityAnalyzer.from_learner(learn, objective=objective)
+    with pytest.raises(TypeError, match="objective is 'auto', 'loss', 'kl', a function"):
+        SensitivityAnalyzer.from_learner(learn, objective=3)
     learn.loss_func = None
     with pytest.raises(ValueError, match="no loss_func"):
         SensitivityAnalyzer.from_learner(learn)
@@ -535,12 +534,9 @@ def test_evaluation_takes_what_data_loaders_give():
         ((iter([]), correct), ValueError, "read only once"),
         (((), correct), ValueError, "a pair"),
         (([], correct), ValueError, "data is empty"),
-        (([torch.ones(2, 2)], correct), ValueError, "a pair, (inputs, targets), or a dict with labels; got Tensor"),
         (([(torch.ones(2, 2),) * 3], correct), ValueError, "got tuple of 3"),
         (([(torch.ones(2, 2), ["a", "b"])], correct), TypeError, "str"),
         (([(torch.ones(2, 2), torch.ones(2))], 0.9), TypeError, "metric is a function"),
-        (([(torch.ones(2, 2), torch.ones(2))], correct, "loss"), ValueError, "objective is 'kl', a function"),
-        (([(torch.ones(2, 2), torch.ones(2))], correct, 1.0), TypeError, "objective is 'kl', a function"),
     ],
 )
 def test_evaluation_refuses(args, kind, words):
@@ -558,8 +554,6 @@ def test_divergence_at_its_edges():
     assert kl(torch.tensor([[0.0, 0.0, 0.0]])).item() == pytest.approx(math.log(1.5), abs=1e-6)
     assert kl(torch.tensor([[0.0, -INF, 0.0]])).item() == INF
     assert math.isnan(kl(torch.tensor([[NAN, 0.0, 0.0]])).item())
-    with pytest.raises(ValueError, match="same samples each time"):
-        kl(torch.zeros(1, 4))
     p, q = torch.randn(4, 5, 3), torch.randn(4, 5, 3)
     last, second = Divergence(axis=-1), Divergence(axis=1)
     last(p), second(p)
@@ -567,8 +561,6 @@ def test_divergence_at_its_edges():
     assert torch.allclose(second(q), (p.softmax(1) * (p.log_softmax(1) - q.log_softmax(1))).sum(1).mean(1), atol=1e-5)
     soft = torch.tensor([[0.25, 0.75]])
     assert Divergence()(torch.zeros(1, 2), soft).item() == 0
-    with pytest.raises(ValueError, match="these targets are other numbers"):
-        Divergence()(torch.zeros(1, 2), 2 * soft)
 
 
 # ---------------------------------------------------------------- sweeps
@@ -672,11 +664,8 @@ def test_groups_are_measured_at_the_levels_of_all_members():
     [
         (dict(levels={}), ValueError, "levels is empty"),
         (dict(levels={"0": []}), ValueError, "levels of '0' is empty"),
-        (dict(levels={"0": 50}), ValueError, "levels of '0' is a list"),
         (dict(levels={"0": "50"}), ValueError, "levels of '0' is a list"),
         (dict(levels={"0": [150]}), ValueError, "in percent"),
-        (dict(levels={"fc": [50]}), KeyError, "unknown layer 'fc'"),
-        (dict(levels={"0": [50]}, layers=["0"]), ValueError, "leave layers out"),
         (dict(levels={"0": [50]}, layer_types=nn.Conv2d), KeyError, "layer_types leaves it out"),
         (dict(compression=Sparse(50), levels={"0": [50]}), ValueError, "has its level already"),
     ],

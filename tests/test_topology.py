@@ -1899,10 +1899,6 @@ def test_a_norm_with_a_mask_takes_part():
     conv, norm = rows_mask(net[0].weight, [1, 0, 0, 1, 1, 0]), torch.tensor([0.0, 0, 1, 1, 1, 0])
     fixed = fix_mask_conflict({"0": conv, "1": {"weight": norm, "bias": norm}}, net, x)
     assert kept(fixed["0"]).int().tolist() == fixed["1"]["weight"].tolist() == fixed["1"]["bias"].tolist() == [1, 0, 1, 1, 1, 0]
-    with pytest.raises(ValueError, match=r"the mask of '1' has shape \(5,\), its weight \(6,\)"):
-        fix_mask_conflict({"1": torch.ones(5)}, net, x)
-    with pytest.raises(KeyError, match="unknown layer '2'"):
-        fix_mask_conflict({"2": torch.ones(6)}, net, x)
 
 
 @pytest.mark.parametrize("name", [n for n in ZOO if ZOO[n]().safe is not None and not any(r is None for r in ZOO[n]().safe.values())])
