@@ -306,9 +306,7 @@ def reached(cb):
     return {r["layer"]: r["reached"] for r in cb.report if r["reached"] is not None}
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("ending", endings)
-@pytest.mark.parametrize("make", makers)
+@pytest.mark.parametrize(("make", "ending", "attached"), [(m, e, (i + j) % 2 == 1) for i, m in enumerate(makers) for j, e in enumerate(endings)])
 def test_what_was_missed_is_said(tmp_path, trained, make, ending, attached, capsys):  # noqa: F811
     learn, cb, stop = learner(tmp_path, state=trained), makers[make](), endings[ending]()
     breaks = ending in ("interrupted", "failed")
@@ -678,9 +676,7 @@ def check_three(name, model, cb):
         assert is_rounded(model, {"body.3": 3, "head.2": 4})
 
 
-@pytest.mark.parametrize("order", [11, 80])
-@pytest.mark.parametrize("wrap", wraps)
-@pytest.mark.parametrize("name", three)
+@pytest.mark.parametrize(("name", "wrap", "order"), [(n, w, (11, 80)[(i + j) % 2]) for i, n in enumerate(three) for j, w in enumerate(wraps)])
 def test_wrapped_in_before_fit(tmp_path, trained, name, wrap, order):  # noqa: F811
     learn, cb = learner(tmp_path, state=trained), three[name]()
     own = learn.model
@@ -691,9 +687,12 @@ def test_wrapped_in_before_fit(tmp_path, trained, name, wrap, order):  # noqa: F
     check_three(name, own, cb)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module."])
-@pytest.mark.parametrize("wrap", wraps)
-@pytest.mark.parametrize("name", three)
+prefixes = ["", "module.", "_orig_mod.", "_orig_mod.module."]
+# each pair of two of the three once, in place of all 48
+wrapped_cases = [(list(three)[(i + j) % 3], wrap, prefix) for i, wrap in enumerate(wraps) for j, prefix in enumerate(prefixes)]
+
+
+@pytest.mark.parametrize(("name", "wrap", "prefix"), wrapped_cases)
 def test_wrapped_before_the_learner(tmp_path, trained, name, wrap, prefix):  # noqa: F811
     net = Net()
     net.load_state_dict(trained)
@@ -930,12 +929,13 @@ others = {
 }
 
 
-@pytest.mark.parametrize("criterion", ["large_final", "taylor", "wanda"])
-@pytest.mark.parametrize("other", others)
-@pytest.mark.parametrize("name", three)
+criteria = ["large_final", "taylor", "wanda"]
+# each other callback with each criterion, by turns in a sparse and in a smaller network
+beside_cases = [(("sparse", "pruned")[(i + j) % 2], other, c) for i, other in enumerate(others) for j, c in enumerate(criteria)]
+
+
+@pytest.mark.parametrize(("name", "other", "criterion"), [*beside_cases, *(("quantized", other, "large_final") for other in others)])
 def test_beside_the_rest_of_fastai(tmp_path, trained, name, other, criterion):  # noqa: F811
-    if name == "quantized" and criterion != "large_final":
-        return
     learn, cb = learner(tmp_path, state=trained, model=Recurrent), three[name]()
     if criterion != "large_final":
         cb.criteria = dict(taylor=taylor, wanda=wanda)[criterion]
