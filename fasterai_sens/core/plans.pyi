@@ -27,7 +27,6 @@ class BitPlan(LayerTargets):
     settings: Any
     weights: Any
     def __init__(self, bits=(), *, size_bytes=None, predicted_metric=None, metric_name: str='', settings=(), weights=()) -> None: ...
-as_targets: Any
 
 class Plan(Saved, dict):
     costs: Any

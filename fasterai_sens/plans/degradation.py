@@ -27,7 +27,7 @@ from ..core.checks import check_count, format_table
 from ..core.protocol import methods
 from ..core.saving import Saved, revive
 from ..core.sweeps import SweepResult
-from ..core.plans import LayerTargets, as_targets
+from ..core.plans import LayerTargets
 from ..core.counters import latency
 from ..measure.scores import Score, compare, why_no_ci
 from ..measure.objectives import forget_untouched
@@ -95,7 +95,7 @@ class SizePoint(Saved):
         """
         d = revive(d)
         if d["ci"] is not None: d["ci"] = tuple(d["ci"])
-        d["plan"] = as_targets(d["plan"])
+        d["plan"] = LayerTargets.from_dict(d["plan"])
         return cls(**d)
 
 # %% ../../nbs/plans/11_degradation.ipynb #5da08cfc
