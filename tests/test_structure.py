@@ -120,6 +120,68 @@ def test_module_is_documented_and_quiet(path):
         assert handler.type is not None and getattr(handler.type, "id", "") not in ("Exception", "BaseException")
 
 
+def density(function):
+    """Syntax nodes per line of a function's body, its decisions and its lines."""
+    statements = [s for s in function.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    nodes = [n for s in statements for n in ast.walk(s)]
+    n_lines = len({n.lineno for n in nodes if hasattr(n, "lineno")})
+    signs = ast.Load, ast.Store, ast.Del, ast.operator, ast.cmpop, ast.unaryop, ast.boolop
+    branches = ast.If, ast.IfExp, ast.For, ast.While, ast.comprehension, ast.ExceptHandler, ast.BoolOp
+    return sum(not isinstance(n, signs) for n in nodes), sum(isinstance(n, branches) for n in nodes), n_lines
+
+
+comprehensions = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+
+
+def packed(node):
+    """What makes a line hard to read aloud, in words; None if nothing does."""
+    within = [n for n in ast.walk(node) if n is not node]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda): return "a named lambda"
+    if isinstance(node, ast.IfExp) and any(isinstance(n, ast.IfExp) for n in within): return "a condition inside a condition"
+    if isinstance(node, comprehensions) and any(isinstance(n, comprehensions) for n in within): return "a comprehension inside a comprehension"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        sides = node.left, node.right
+        texts = [n for n in sides if isinstance(n, ast.JoinedStr | ast.List) or isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        if texts and any(isinstance(n, ast.Compare | ast.BoolOp) or isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not) for n in sides):
+            return "text or a list times a condition"
+    return None
+
+
+@pytest.mark.parametrize("path", modules, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_module_reads_aloud(path):
+    """No line over 120 columns, one statement a line, names for the steps, functions that do one thing."""
+    text = path.read_text()
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith(("__all__", "#"))]
+    assert not long, f"{len(long)} lines over 120 columns:\n{long[0]}"
+    for node in ast.walk(ast.parse(text)):
+        why = packed(node)
+        assert not why, f"line {node.lineno}: {why}"
+        if not isinstance(node, ast.FunctionDef): continue
+        n_nodes, decisions, n_lines = density(node)
+        assert n_lines < 3 or n_nodes / n_lines <= 15, f"{node.name}: {n_nodes / n_lines:.0f} syntax nodes a line"
+        assert decisions <= 15, f"{node.name}: {decisions} decisions; two things in one?"
+
+
+def test_package_is_not_packed():
+    """Over the whole package, no more syntax nodes a line than fastai has."""
+    counts = [density(n) for p in modules for n in ast.walk(ast.parse(p.read_text())) if isinstance(n, ast.FunctionDef)]
+    assert sum(nodes for nodes, _, _ in counts) / sum(lines for _, _, lines in counts) <= 9.5
+
+
+def test_methods_are_named_only_at_home():
+    """Outside the notebooks of the methods, code asks the table of methods and compares with no method's name."""
+    from fasterai_sens.core.protocol import methods
+
+    for path in modules:
+        if path.parent.name == "methods": continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                named = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and n.value in list(methods)]
+                assert not named, f"{path.name}, line {node.lineno} compares with {named[0]!r}"
+        for name in ("in_bits", "step_methods", "kinds"):
+            assert not re.search(rf"^(def )?{name}\b", path.read_text(), re.M), f"{path.name} has {name} again"
+
+
 def test_version_lives_in_one_place():
     """`setup.py` reports the version of `__init__.py`, and requirements from settings.ini."""
     out = subprocess.run([sys.executable, "setup.py", "--version"], cwd=root, check=True, capture_output=True, text=True).stdout

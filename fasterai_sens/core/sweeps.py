@@ -15,10 +15,11 @@ from operator import attrgetter
 from fastcore.basics import patch
 
 from .checks import check_count, unknown_name
+from .protocol import scale_of
 from .saving import Saved
 from fasterai_sens.core.results import (
     LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, divide, goes_by, html_table, is_fragile,
-    label, left_out_lines, level_text, plan_basis, settings_text
+    label, left_out_lines, plan_basis, settings_text
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
@@ -337,7 +338,7 @@ def _basis(self:SweepResult)->str: # "metric" or "objective"
 def _level_titles(self:SweepResult)->list: # of str
     "The levels with their unit, from mild to harsh"
     method = self[0].compression_type
-    return [level_text(method, level) for level in self.ladder]
+    return [scale_of(method).text(level) for level in self.ladder]
 
 # %% ../../nbs/core/09_sweeps.ipynb #16179cc7
 @patch

@@ -162,7 +162,7 @@ def _check_classes(logits, targs, axis:int):
 
 # %% ../../nbs/measure/02_objectives.ipynb #5863ee95
 class Divergence:
-    """KL divergence of the outputs from those of the untouched model, for each sample. Source: Kullback and Leibler 1951
+    """KL divergence of the outputs from those of the untouched model, per sample. Source: Kullback and Leibler 1951
 
     Parameters
     ----------

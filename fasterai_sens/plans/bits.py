@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 
 from ..core.checks import check_bits, check_number, unknown_name
-from ..core.results import SensitivityResult, in_bits, plan_basis
+from ..core.protocol import scale_of
+from ..core.results import SensitivityResult, plan_basis
 from ..core.sweeps import SweepResult, rising_damages
 from ..core.plans import BitPlan, LayerTargets, check_method
 from ..core.layers import all_units, by_name, target_units
@@ -116,7 +117,7 @@ def check_bit_sweep(
         the settings that all levels share
     """
     kind = sweep[0].compression_type
-    if not in_bits(kind):
+    if scale_of(kind).unit != "bits":
         hint = "to_layer_targets turns it into targets"
         raise ValueError(f"a sweep over {kind} is in percent and has no bit plan; {hint}")
     settings = []

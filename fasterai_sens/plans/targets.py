@@ -15,7 +15,8 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core.checks import check_number
-from ..core.results import SensitivityResult, damage, in_bits, plan_basis
+from ..core.protocol import scale_of
+from ..core.results import SensitivityResult, damage, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets, check_method
 from ..core.layers import target_units
@@ -200,7 +201,7 @@ def to_layer_targets(self:SensitivityResult,
     -------
     LayerTargets
     """
-    if in_bits(self.compression_type):
+    if scale_of(self.compression_type).unit == "bits":
         hint = "to_bit_plan turns a sweep over bits into a plan"
         raise ValueError(f"a quantization result has no percent targets; {hint}")
     check_number(gamma, "gamma is a number, 0 or more", 0)
@@ -445,7 +446,7 @@ def to_layer_targets(self:SweepResult,
     LayerTargets
     """
     method = self[0].compression_type
-    if in_bits(method): raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
+    if scale_of(method).unit == "bits": raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     by = plan_basis([row for result in self for row in result.layers], by)
     n_weights = {}
@@ -518,7 +519,7 @@ def predict(self:SweepResult,
         NaN if a layer broke the model; beyond the last level the damage is that of the last
     """
     first = self[0]
-    bits = in_bits(first.compression_type)
+    bits = scale_of(first.compression_type).unit == "bits"
     unit = "bits" if bits else "percent"
     if getattr(plan, "unit", unit) != unit: raise ValueError(f"this sweep is in {unit}, the plan in {plan.unit}")
     check_method(plan, first.compression_type)

@@ -15,7 +15,8 @@ from textwrap import fill
 import numpy as np
 from fastcore.basics import patch
 
-from ..core.results import SensitivityResult, damage, holds_zero, in_bits, label, plan_basis
+from ..core.protocol import scale_of
+from ..core.results import SensitivityResult, damage, holds_zero, label, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets
 from ..plans.search import SearchResult
@@ -327,7 +328,7 @@ def _mark_levels(
     if any(gaps < .05*gaps.sum()): style = dict(rotation=90, fontsize=7)
     labels = [f"{level:g}" for level in levels]
     ax.set_xticks(levels, labels, **style)
-    unit = "bits" if in_bits(sweep[0].compression_type) else "percent"
+    unit = scale_of(sweep[0].compression_type).unit
     ax.set_xlabel(unit)
     ax.xaxis.set_inverted(levels[0] > levels[-1])
 

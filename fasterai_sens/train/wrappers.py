@@ -20,7 +20,7 @@ from ..core.layers import all_units, by_name
 def inner_model(
     model:nn.Module, # any model
 )->nn.Module:
-    """The model itself, without `DataParallel`, `DistributedDataParallel`, `AveragedModel` and `torch.compile` around it
+    """The model itself, without `DataParallel`, `DistributedDataParallel`, `AveragedModel` or `torch.compile` around it
 
     Parameters
     ----------
