@@ -446,7 +446,8 @@ def to_layer_targets(self:SweepResult,
     LayerTargets
     """
     method = self[0].compression_type
-    if scale_of(method).unit == "bits": raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
+    if scale_of(method).unit == "bits":
+        raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
     by = plan_basis([row for result in self for row in result.layers], by)
     n_weights = {}
