@@ -502,7 +502,7 @@ def _resolve_everywhere(self:Sparsifier, pct)->dict:
 def resolve(self:Sparsifier,
     sparsity, # percent, or layer name -> percent
 )->dict:      # `Unit` -> percent, for the layers that can take it
-    """The levels that `sparsity` asks for, unit by unit. Raises KeyError and ValueError at the first that makes no sense
+    """The levels that are asked for, unit by unit. Raises KeyError and ValueError at the first that makes no sense
 
     Parameters
     ----------
@@ -738,7 +738,8 @@ class SparseInPlan(Sparse):
         bound to the model if it needs data
     """
     def __post_init__(self):
-        object.__setattr__(self, "pct", full_level(check_pct(self.pct, computed=True), check_granularity(self.granularity)))
+        pct = full_level(check_pct(self.pct, computed=True), check_granularity(self.granularity))
+        object.__setattr__(self, "pct", pct)
 
 @patch(cls_method=True)
 def in_plans(cls:Sparse):
