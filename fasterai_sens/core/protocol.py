@@ -23,7 +23,8 @@ from .state import leave_no_trace
 from .checks import Scale, scales
 
 # %% ../../nbs/core/06_protocol.ipynb #664c0a82
-offered = "model", "units", "sample", "criteria", "calibration_data"   # to `configure` of every method, which takes of it what it needs
+# to `configure` of every method, which takes of it what it needs
+offered = "model", "units", "sample", "criteria", "calibration_data"
 
 def named(
     f:Callable, # any function
@@ -80,7 +81,7 @@ class Perturbation:
     turn = 30                # of several methods in one plan, those with a lower number are carried out first
     default_level = 50       # the level meant by `level=None`
     level = None             # how hard this one compresses, as the user said it
-    stays_in_unit = False    # whether it writes to the tensors of its unit alone, so that the others need not be checked
+    stays_in_unit = False    # whether it writes to the tensors of its unit alone: the others need no check
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
     @classmethod
     def default_levels(cls,
@@ -126,7 +127,9 @@ class Perturbation:
     def configure(cls,
         **offered, # model, units, sample, criteria and calibration data, and the options of the method
     )->Callable:   # level -> perturbation
-        """Prepare once for a whole analysis; returns level -> perturbation. What it takes by name beside what is `offered` to all are the options of the method
+        """Prepare once for a whole analysis; returns level -> perturbation
+
+        What it takes by name beside what is `offered` to all are the options of the method.
 
         Parameters
         ----------
@@ -139,10 +142,6 @@ class Perturbation:
             level -> perturbation
         """
         return cls
-    @classmethod
-    def option_names(cls)->list:
-        "The options that users can give for this method; any other is an error"
-        return [name for name in named(cls.configure) if name not in offered]
     @property
     def strength(self)->float:
         "Orders levels from mild to harsh"
@@ -203,6 +202,17 @@ def __call__(self:Perturbation,
         yield model
 
 # %% ../../nbs/core/06_protocol.ipynb #8fa56046
+@patch(cls_method=True)
+def option_names(cls:Perturbation)->list: # of str
+    """The options that users can give for this method; any other is an error
+
+    Returns
+    -------
+    list
+        of str
+    """
+    return [name for name in named(cls.configure) if name not in offered]
+
 @patch(cls_method=True)
 def options_from(cls:Perturbation,
     settings, # of a result, a mapping
@@ -355,7 +365,8 @@ def shrink(self:Perturbation,
     -------
     Footprint
     """
-    raise NotImplementedError(f"what a level of {self.method_name} saves is not known: {type(self).__name__} has no shrink")
+    kind = type(self).__name__
+    raise NotImplementedError(f"what a level of {self.method_name} saves is not known: {kind} has no shrink")
 
 # %% ../../nbs/core/06_protocol.ipynb #559b4079
 @patch(cls_method=True)

@@ -891,4 +891,5 @@ def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibrat
     -------
     may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
-    return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **plan_options(targets))
+    options = plan_options(targets)
+    return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **options)
