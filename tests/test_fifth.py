@@ -166,6 +166,48 @@ def test_degradation(net, sweep, tmp_path):
     assert target.point is curve[2]
 
 
+def test_a_ladder_of_ones_own(table, net):
+    """A method in bits without steps of its own: the rungs are its default levels, and curves are solved by `allocate`"""
+    @method("powers")
+    @dataclass(frozen=True)
+    class Powers(Perturbation):
+        bits: int = 8
+        unit, column, ranks, default_level = "bits", "bits", False, 8
+        @classmethod
+        def default_levels(cls, **_):
+            return 4, 8, 2
+        @property
+        def level(self):
+            return self.bits
+        @property
+        def strength(self):
+            return -self.bits
+        def change(self, model, unit):
+            w = unit.weight.data
+            least = w.abs().max().log2().ceil() - 2**(self.bits - 1) + 2
+            w.copy_(w.sign()*w.abs().log2().round().clamp(min=least).exp2())
+        def shrink(self, unit, footprint, n_biases=0):
+            return replace(footprint, bits=self.bits)
+        @classmethod
+        def apply(cls, model, targets, **_):
+            for unit, bits in target_units(model, targets).items():
+                cls(bits).change(model, unit)
+
+    try:
+        with unchanged(net):
+            sweep = SensitivityAnalyzer(net, x[:1], score).sweep("powers", verbose=False)
+            alike = compress_to_size(net, x[:1], 30, "powers")
+            best = compress_to_size(net, x[:1], 30, "powers", plan=sweep)
+            curve = analyze_degradation(net, x[:1], score, [100, 30], "powers", plan=sweep, runs=0, verbose=False)
+        assert set(alike.plan.values()) <= {8, 4, 2} and alike.plan.unit == "bits"
+        assert max(alike.size_pct, best.size_pct) <= 30
+        assert curve[1].plan == best.plan == allocate(sweep, "30%", "bytes", model=net, sample=x[:1]).powers
+        with pytest.raises(ValueError, match="compression is 'sparsity'"):
+            gradual_degradation_recovery(Learner(DataLoaders([], []), net, loss_func=nn.MSELoss()), compression="powers")
+    finally:
+        del methods["powers"]
+
+
 def test_recovery(rounding):
     """Every stage is held through the training, and too harsh a stage is taken back"""
     torch.manual_seed(0)
