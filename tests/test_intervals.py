@@ -29,7 +29,7 @@ from fasterai_sens import (
 from fasterai_sens.core.results import holds_zero
 from fasterai_sens.measure.intervals import mean_interval, paired_interval, sequence_scores, tango_interval
 from fasterai_sens.measure.scores import as_score, compare, why_no_ci
-from fasterai_sens.plans.search import rank_plans
+from fasterai_sens.plans.meter import rank_plans
 
 matplotlib.use("agg")
 

@@ -12,7 +12,9 @@ from fasterai_sens import SensitivityAnalyzer, Sparsifier, changes, evaluation, 
 from fasterai_sens.core.layers import find_units
 from fasterai_sens.methods.sparsify import sparsity_mask
 from fasterai_sens.plans.norms import Recalibrated, reestimate_norms
-from fasterai_sens.plans.search import Masker, SearchResult, descend, drop_order, exchange, path_factor
+from fasterai_sens.plans.exchange import exchange
+from fasterai_sens.plans.meter import SearchResult
+from fasterai_sens.plans.search import Masker, Shares, descend, drop_order, path_factor
 from fasterai_sens.plans.targets import least_total
 
 g = torch.Generator().manual_seed(0)
@@ -291,7 +293,8 @@ def test_exchange_keeps_the_mean_and_the_bounds(n, seed, target):
 
     start = np.full(n, target)
     now = damage(start)
-    kept, after = exchange(damage, start, now, weights, low, high, 150)
+    space = Shares(damage, weights, low, high).at_mean_of(start)
+    kept, after = exchange(space, start, now, 150)
     assert len(calls) <= 151 and after <= now and damage(kept) == after
     assert abs(kept@weights/weights.sum() - target) < 1e-9 and (kept >= low).all() and (kept <= high).all()
 
@@ -309,7 +312,8 @@ def test_descend_ends_at_the_mean_or_says_so(n, seed, target, steps):
         return float(np.sum(a/(kept + .01)) + np.sum((mix@kept)**2)) if rng.random() < .95 else float("nan")
 
     start = np.maximum(np.full(n, min(target/path_factor**steps, 1.)), low)
-    kept, there = descend(damage, start, damage(start), weights, low, np.ones(n), steps)
+    space = Shares(damage, weights, low, np.ones(n))
+    kept, there = descend(space, start, damage(start), steps)
     assert len(calls) <= 1 + steps*(2*n + 1) and (kept >= low).all() and (kept <= 1).all()
     if np.isfinite(there): assert abs(kept@weights - start@weights*path_factor**steps) < 1e-9*weights.sum()
     if start@weights*path_factor**steps < low@weights*.999: assert there == np.inf
