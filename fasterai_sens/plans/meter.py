@@ -219,9 +219,9 @@ def rank_plans(
             search_metric=in_search,
         )
         rows.append(row | about[name])
-    return sorted(rows, key=_place)
+    return sorted(rows, key=_sort_key)
 
-def _place(row:dict)->tuple:
+def _sort_key(row:dict)->tuple:
     "By what rows are sorted; what is not a number comes last"
     delta = row["delta"]
     if not math.isfinite(delta): delta = math.inf
