@@ -1,4 +1,7 @@
 """Searched plans keep their promises: the budget, the bounds, the caller's model, and never worse than a plan they started from."""
+import json
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +14,9 @@ from torch import nn
 from fasterai_sens import SensitivityAnalyzer, Sparsifier, changes, evaluation, fingerprint, lamp, large_final, leave_no_trace, search_targets, uniform, wanda
 from fasterai_sens.core.layers import find_units
 from fasterai_sens.methods.sparsify import sparsity_mask
-from fasterai_sens.plans.norms import Recalibrated, reestimate_norms
 from fasterai_sens.plans.exchange import exchange
 from fasterai_sens.plans.meter import SearchResult
+from fasterai_sens.plans.norms import Recalibrated, reestimate_norms
 from fasterai_sens.plans.search import Masker, Shares, descend, drop_order, path_factor
 from fasterai_sens.plans.targets import least_total
 
@@ -401,3 +404,17 @@ def test_classic_targets_of_a_layer_that_breaks():
     assert search(net, breaks(0), 60).plans["classic"]["0"] == 0
     mine = {"0": 95, "4": (60*1320 - 95*456)/864, "8": 95}      # with no zero in layer 4 the mean of 60 % is out of reach
     assert list(search(net, breaks(4), 60, plans={"mine": mine}).plans) == ["uniform", "global_magnitude", "erk", "lamp", "mine", "search"]
+
+
+def test_files_of_before(tmp_path):
+    """Plans were plain dictionaries in files, without a method; a number that is not finite is a word there."""
+    net, eval_fn = net_and_eval()
+    r = search(net, eval_fn, evaluations=22)
+    r.ranking[-1]["delta"] = math.inf
+    r.to_json(tmp_path/"r.json")
+    d = json.loads((tmp_path/"r.json").read_text())
+    d["plan"], d["plans"] = dict(r.plan), {name: dict(plan) for name, plan in r.plans.items()}
+    (tmp_path/"before.json").write_text(json.dumps(d))
+    for name in ("r.json", "before.json"):
+        back = SearchResult.from_json(tmp_path/name)
+        assert back == r and {(plan.method, plan.unit) for plan in (back.plan, *back.plans.values())} == {("sparsity", "percent")}

@@ -138,13 +138,13 @@ class Limits:
     ----------
     problem : Problem
         what there is to choose
-    compressor : Applier
+    applier : Applier
         of the model
     budgets : dict
         cost -> number
     """
     problem:Problem    # what there is to choose
-    compressor:Applier # of the model
+    applier:Applier # of the model
     budgets:dict       # cost -> number
     @property
     def choices(self)->list: return self.problem.choices
@@ -207,7 +207,7 @@ def allow(self:Limits,
     bool
     """
     if self.clash(levels): return False
-    costs = self.compressor.costs(self.plan(levels), self.names)
+    costs = self.applier.costs(self.plan(levels), self.names)
     return all(costs[name] <= most*(1 + 1e-9) for name, most in self.budgets.items())
 
 # %% ../../nbs/plans/11_joint.ipynb #ef110881
@@ -327,7 +327,7 @@ def uniform_levels(
 
 # %% ../../nbs/plans/11_joint.ipynb #838c4685
 def one_ranking(
-    compressor:Applier, # of the model
+    applier:Applier, # of the model
     choices:list,  # of `Choice`
     method:str,    # that takes channels out
     fits:Callable, # {method: level} of each choice -> whether they are within the budgets
@@ -336,7 +336,7 @@ def one_ranking(
 
     Parameters
     ----------
-    compressor : Applier
+    applier : Applier
         of the model
     choices : list
         of `Choice`
@@ -350,7 +350,7 @@ def one_ranking(
     list|None
         {method: level} of each choice; None if the harshest does not fit
     """
-    actor = compressor.actor(method)
+    actor = applier.actor(method)
     groups = {c.name: c for c in choices if c.is_group}
     scores = {name: actor.scores[name] for name in groups}
     sizes = {name: n_granules(actor.groups[name])[0] for name in groups}
@@ -387,9 +387,9 @@ def allocated(self:Limits,
     list
         {method: level} of each choice
     """
-    def costs(picked): return self.compressor.costs(planned(problem.options(picked)), self.names)
+    def costs(picked): return self.applier.costs(planned(problem.options(picked)), self.names)
     has_groups = any(c.is_group for c in problem.choices)
-    picked = best_within(problem, self.budgets, costs, self.compressor if has_groups else None)
+    picked = best_within(problem, self.budgets, costs, self.applier if has_groups else None)
     return [levels for _, levels in problem.options(picked)]
 
 def start_levels(
@@ -409,13 +409,13 @@ def start_levels(
     dict
         name -> {method: level} of each choice
     """
-    problem, choices, compressor = limits.problem, limits.choices, limits.compressor
+    problem, choices, applier = limits.problem, limits.choices, limits.applier
     out = {"allocate": limits.allocated(problem)}
     names = in_turn(dict.fromkeys(m for c in choices for m in c.methods))
     for m in names:
         out[f"uniform {m}"] = uniform_levels(choices, m, limits.allow)
-        has_scores = hasattr(compressor.actor(m), "scores")
-        if has_scores: out[f"global {m}"] = one_ranking(compressor, choices, m, limits.allow)
+        has_scores = hasattr(applier.actor(m), "scores")
+        if has_scores: out[f"global {m}"] = one_ranking(applier, choices, m, limits.allow)
         if len(names) == 1: continue
         try: out[f"allocate {m}"] = limits.allocated(problem.only(m))
         except ValueError: continue   # this method alone does not reach the budget
@@ -438,7 +438,7 @@ def sure_starts(
     """
     starts = start_levels(limits)
     for levels in starts.values():
-        if not limits.compressor.holds(limits.plan(levels), limits.names): return start_levels(limits)
+        if not limits.applier.holds(limits.plan(levels), limits.names): return start_levels(limits)
     return starts
 
 # %% ../../nbs/plans/11_joint.ipynb #189a24bf
@@ -522,13 +522,13 @@ def propose(self:Levels, levels, now, share)->tuple:
 @patch
 def _best_exchanges(self:Levels, near:list, damage:list)->list:
     "Different ones, as indices of an option for each choice"
-    compressor, budgets = self.limits.compressor, self.limits.budgets
+    applier, budgets = self.limits.applier, self.limits.budgets
     stay = [0 for _ in near]
-    costs = option_costs(compressor, near, stay, self.limits.names)
+    costs = option_costs(applier, near, stay, self.limits.names)
     apart = excluding(near, self.limits.problem.pairs)
     found = []
     for most in (None, math.ceil(len(near)/3), math.ceil(len(near)/10)):
-        picked = choose_around(damage, near, stay, budgets, compressor, apart, most, costs=costs)
+        picked = choose_around(damage, near, stay, budgets, applier, apart, most, costs=costs)
         if picked and picked != stay and picked not in found: found.append(picked)
     return found
 
@@ -622,7 +622,7 @@ def end_contest(
     SearchResult
     """
     for plan in contest.plans.values():
-        plan.costs = limits.compressor.costs(plan, limits.names, really=True)
+        plan.costs = limits.applier.costs(plan, limits.names, really=True)
     costs = {name: plan.costs for name, plan in contest.plans.items()}
     def each_alone(name): return plans_alone(limits, levels[name])
     result = contest.result(
@@ -701,20 +701,21 @@ def search_plan(
     """
     usual = report_higher_is_better is not False   # until the sweeps have said it
     report_fn = as_report_fn(report_fn, report_higher_is_better, usual, sample)
-    if "latency" in (budget if isinstance(budget, Mapping) else [cost]):
+    costs = budget if isinstance(budget, Mapping) else [cost]
+    if "latency" in costs:
         raise ValueError("latency cannot be counted, so there is no search within it; "
                          "allocate plans for it, and flops are near")
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_sample(model, sample)
     check_effect(model, sample)
     with slow_bar(2, verbose, "plans to start from") as tick:
-        problem, budgets, compressor, first, about = set_up(
+        problem, budgets, applier, first, about = set_up(
             sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data
         )
         used = [methods[m] for c in problem.choices for m in c.methods]
         for f in (eval_fn, report_fn): check_training(f, used)
         tick()
-        limits = Limits(problem, compressor, budgets)
+        limits = Limits(problem, applier, budgets)
         starts = sure_starts(limits)
     around = recalibrating(recalibrate, sample, next(model.parameters()).device)
     calls = 6*(2*len(used) + 3)
@@ -722,9 +723,9 @@ def search_plan(
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
     by, rises = about["settings"]["by"], first.higher_is_better
     on_call = ticker(calls + len(starts) + len(problem.choices) + 2, verbose)
-    meter = Meter(model, compressor, eval_fn, around, rises, by, on_call)
+    meter = Meter(model, applier, eval_fn, around, rises, by, on_call)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
-    report = report_fn and Meter(model, compressor, report_fn, around, report_rises, "metric")
+    report = report_fn and Meter(model, applier, report_fn, around, report_rises, "metric")
     contest = Contest(meter)
     levels = find_levels(contest, limits, starts, calls, about)
     contest.check_was_heard(sample, everything=False)

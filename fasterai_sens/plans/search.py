@@ -28,11 +28,11 @@ from ..methods.sparsify import Sparse, drop_weights, n_dropped, obstacle, sparsi
 from ..measure.scores import check_functions
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_effect
-from ..measure.loop import ticker, untouched
+from ..measure.loop import ticker
 from .baselines import Budget, baselines, budget
 from .targets import inverse_sensitivity, least_total
 from .exchange import Space, exchange, probe
-from .meter import Contest, Meter, SearchResult, as_report_fn, recalibrating
+from .meter import Contest, Meter, SearchResult, as_report_fn, looks_twice, recalibrating
 
 # %% ../../nbs/plans/10_search.ipynb #da2c007f
 _compression = Sparse.method_name   # what these plans are for
@@ -810,8 +810,8 @@ def search_targets(
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
         starts = starting_plans(model, b, {} if plans is None else plans, options)
         around = recalibrating(recalibrate, sample, b.units[0].weight.device)
-        as_is = around is not untouched and hasattr(eval_fn, "new_baseline")
-        total, calls = split_calls(evaluations, len(b.units), len(starts) + 1, int(as_is))
+        as_is = int(looks_twice(eval_fn, around))
+        total, calls = split_calls(evaluations, len(b.units), len(starts) + 1, as_is)
         path = path_start(model, b, options, calls)
         masker = Masker(b.units, granularity, bound)
         check_effect(model, sample)
