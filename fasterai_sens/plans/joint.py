@@ -143,13 +143,17 @@ class Limits:
     budgets : dict
         cost -> number
     """
-    problem:Problem    # what there is to choose
+    problem:Problem # what there is to choose
     applier:Applier # of the model
-    budgets:dict       # cost -> number
+    budgets:dict    # cost -> number
     @property
-    def choices(self)->list: return self.problem.choices
+    def choices(self)->list:
+        "What there is to choose, one by one"
+        return self.problem.choices
     @property
-    def names(self)->tuple: return tuple(self.budgets)
+    def names(self)->tuple:
+        "The costs that have a budget"
+        return tuple(self.budgets)
 
 @patch
 def plan(self:Limits,
@@ -169,7 +173,8 @@ def plan(self:Limits,
     -------
     Plan
     """
-    return planned(list(zip(self.choices, levels, strict=True)), **about)
+    options = list(zip(self.choices, levels, strict=True))
+    return planned(options, **about)
 
 @patch
 def clash(self:Limits,
@@ -228,7 +233,8 @@ def ladder_of(
     list
         levels of the method alone, as measured; empty: it is not for this choice
     """
-    return [levels[method] for levels in choice.levels if set(levels) == {method}]
+    alone = [levels for levels in choice.levels if set(levels) == {method}]
+    return [levels[method] for levels in alone]
 
 def same_bits(
     choices:list,  # of `Choice`
@@ -251,14 +257,16 @@ def same_bits(
     list|None
         {method: level} of each choice; None if the harshest does not fit
     """
-    ladders = [ladder_of(c, method) for c in choices]
-    every = {bits for ladder in ladders for bits in ladder}
-    for wanted in sorted(every, reverse=True):
-        plan = []
-        for choice, ladder in zip(choices, ladders, strict=True):
-            distances = {bits: abs(bits - wanted) for bits in ladder}
-            plan.append({method: min(distances, key=distances.get)} if ladder else choice.levels[0])
+    every = {bits for choice in choices for bits in ladder_of(choice, method)}
+    for bits in sorted(every, reverse=True):
+        plan = [_with_bits(choice, method, bits) for choice in choices]
         if fits(plan): return plan
+
+def _with_bits(choice:Choice, method:str, bits:int)->dict:
+    "The choice with the measured bits next to those; at its mildest if the method is not for it"
+    distances = {known: abs(known - bits) for known in ladder_of(choice, method)}
+    if not distances: return choice.levels[0]
+    return {method: min(distances, key=distances.get)}
 
 # %% ../../nbs/plans/11_joint.ipynb #518a437c
 def same_percent(
@@ -282,23 +290,23 @@ def same_percent(
     list|None
         {method: level} of each choice; None if the harshest does not fit
     """
-    ladders = [ladder_of(c, method) for c in choices]
-    def at(level):
-        plan = []
-        for choice, ladder in zip(choices, ladders, strict=True):
-            if not ladder:
-                plan.append(choice.levels[0])
-                continue
-            least = 0. if {} in choice.levels else ladder[0]
-            plan.append({method: float(min(max(level, least), ladder[-1]))})
-        return plan
-    low, high = 0., max((ladder[-1] for ladder in ladders if ladder), default=0.)
+    def at(pct): return [_with_percent(choice, method, pct) for choice in choices]
+    every = [pct for choice in choices for pct in ladder_of(choice, method)]
+    low, high = 0., max(every, default=0.)
     if not fits(at(high)): return None
     for _ in range(20):
         middle = (low + high)/2
         if fits(at(middle)): high = middle
         else: low = middle
     return at(high)
+
+def _with_percent(choice:Choice, method:str, pct:float)->dict:
+    "The choice with so many percent, or as near to it as was measured; at its mildest if the method is not for it"
+    ladder = ladder_of(choice, method)
+    if not ladder: return choice.levels[0]
+    least = 0. if {} in choice.levels else ladder[0]
+    within = min(max(pct, least), ladder[-1])
+    return {method: float(within)}
 
 def uniform_levels(
     choices:list,  # of `Choice`
@@ -328,9 +336,9 @@ def uniform_levels(
 # %% ../../nbs/plans/11_joint.ipynb #838c4685
 def one_ranking(
     applier:Applier, # of the model
-    choices:list,  # of `Choice`
-    method:str,    # that takes channels out
-    fits:Callable, # {method: level} of each choice -> whether they are within the budgets
+    choices:list,    # of `Choice`
+    method:str,      # that takes channels out
+    fits:Callable,   # {method: level} of each choice -> whether they are within the budgets
 )->list|None:      # {method: level} of each choice; None if the harshest does not fit
     """The fewest channels, by one ranking over all groups, that fit; every group stays within what was measured for it
 
@@ -478,7 +486,10 @@ class Levels(Space):
             for each choice, a list of {method: level}
         """
         pairs = self.limits.problem.pairs
-        return [moves(c, at, share, pairs) for c, at in zip(self.limits.choices, levels, strict=True)]
+        out = []
+        for choice, now in zip(self.limits.choices, levels, strict=True):
+            out.append(moves(choice, now, share, pairs))
+        return out
     def count_calls(self, levels, share, n_trials=3):
         """One evaluation for each move, and the exchanges
 
@@ -489,7 +500,8 @@ class Levels(Space):
         n_trials : default 3
             how many exchanges are tried
         """
-        return sum(map(len, self.moves_from(levels, share))) + n_trials
+        others = self.moves_from(levels, share)
+        return sum(map(len, others)) + n_trials
 
 @patch
 def propose(self:Levels, levels, now, share)->tuple:
