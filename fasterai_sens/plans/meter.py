@@ -117,7 +117,7 @@ def summary(self:SearchResult):
     seen = "the same data that the search used, so the searched plan is flattered"
     if self.reported_on == "report_fn": seen = "data of report_fn"
     print(f"{self.limits} | {self.evaluations} evaluations | ranked on {seen}\n")
-    self._print_ranking()
+    print(self._ranking_text())
     why_this = "" if self.plan_name == "search" else " (it measured better than the searched plan)"
     print(f"\nreturned: {self.plan_name}{why_this}")
     print(
@@ -128,15 +128,16 @@ def summary(self:SearchResult):
     )
 
 @patch
-def _print_ranking(self:SearchResult):
-    "Print a table with a row for each plan, and why a plan has no interval"
+def _ranking_text(self:SearchResult)->str:
+    "A table with a row for each plan, and why a plan has no interval"
     budgets = ["zeros %" if name in methods else name for name in self.budgets]
     header = ["plan", "metric", "delta", "95 %", f"{self.metric_name} in search", *budgets]
     rows = [self._table_row(row) for row in self.ranking]
-    print(format_table(header, rows))
+    text = format_table(header, rows)
     reasons = [row.get("no_ci") for row in self.ranking]
     for why in dict.fromkeys(reasons):
-        if why: print(f"\nno 95 % interval: {why}")
+        if why: text += f"\n\nno 95 % interval: {why}"
+    return text
 
 @patch
 def _table_row(self:SearchResult, row:dict)->list:
