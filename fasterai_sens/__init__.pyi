@@ -57,9 +57,9 @@ from .plans.choices import CostTable as CostTable
 from .plans.degradation import DegradationResult as DegradationResult
 from .plans.degradation import analyze_degradation as analyze_degradation
 from .plans.joint import search_plan as search_plan
+from .plans.meter import SearchResult as SearchResult
 from .plans.norms import Recalibrated as Recalibrated
 from .plans.norms import reestimate_norms as reestimate_norms
-from .plans.search import SearchResult as SearchResult
 from .plans.search import search_targets as search_targets
 from .plans.sizes import compress_to_size as compress_to_size
 from .plans.sizes import compress_with_layer_sensitivity as compress_with_layer_sensitivity

@@ -56,9 +56,9 @@ from fasterai_sens import CostTable as CostTable
 from fasterai_sens import DegradationResult as DegradationResult
 from fasterai_sens import analyze_degradation as analyze_degradation
 from fasterai_sens import search_plan as search_plan
+from fasterai_sens import SearchResult as SearchResult
 from fasterai_sens import Recalibrated as Recalibrated
 from fasterai_sens import reestimate_norms as reestimate_norms
-from fasterai_sens import SearchResult as SearchResult
 from fasterai_sens import search_targets as search_targets
 from fasterai_sens import compress_to_size as compress_to_size
 from fasterai_sens import compress_with_layer_sensitivity as compress_with_layer_sensitivity

@@ -19,7 +19,7 @@ from ..core.protocol import scale_of
 from ..core.results import SensitivityResult, damage, holds_zero, label, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets
-from ..plans.search import SearchResult
+from ..plans.meter import SearchResult
 from ..plans.sizes import cost_name
 from ..plans.degradation import DegradationResult, check_drop
 from ..plans.verdicts import allowed_drop, allowed_points, guessed_scale
