@@ -17,7 +17,7 @@ from torch import nn
 from ..core.checks import format_table
 from ..core.protocol import methods, scale_of
 from ..core.saving import Saved, revive
-from ..core.plans import LayerTargets, Plan, as_targets
+from ..core.plans import LayerTargets, Plan
 from ..core.inputs import batches
 from ..methods.sparsify import Sparse
 from ..measure.scores import Score, compare, why_no_ci
@@ -178,7 +178,7 @@ def from_dict(cls:SearchResult,
 def _as_plan(d:dict)->LayerTargets|Plan:
     "A plan of either kind from its plain dictionary"
     if isinstance(d.get("costs"), Mapping): return Plan.from_dict(d)
-    if isinstance(d.get("targets"), Mapping): return as_targets(d)
+    if isinstance(d.get("targets"), Mapping): return LayerTargets.from_dict(d)
     return LayerTargets(d, method=Sparse.method_name)   # of before
 
 # %% ../../nbs/plans/09_meter.ipynb #026a3b78
