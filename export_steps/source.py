@@ -31,6 +31,7 @@ class Class:
     "What a class takes, and its methods, those added with `@patch` too"
     bases: list = field(default_factory=list)     # names
     fields: list = field(default_factory=list)    # of `Param`
+    summary: str = ""                             # first sentence of its docstring
     methods: dict = field(default_factory=dict)   # name -> `Signature`
 
 
@@ -134,7 +135,8 @@ def read_class(
     node: ast.ClassDef,
 ) -> Class:
     "Fields and methods of a class"
-    out = Class([ast.unparse(b).split(".")[-1] for b in node.bases])
+    summary = (ast.get_docstring(node) or "").split("\n")[0].split(". ")[0].split(": `")[0]
+    out = Class([ast.unparse(b).split(".")[-1] for b in node.bases], summary=summary)
     has_fields = "dataclass" in decorators(node) or "NamedTuple" in out.bases
     for item in node.body:
         if isinstance(item, ast.FunctionDef): out.methods[item.name] = signature(source, item, True)
@@ -206,7 +208,8 @@ class Index:
         books: list,   # of `Book`
     ):
         self.functions = {n: s for b in books for n, s in b.functions.items()}
-        self.classes = {n: Class(c.bases, c.fields, dict(c.methods)) for b in books for n, c in b.classes.items()}
+        known = [(n, c) for b in books for n, c in b.classes.items()]
+        self.classes = {n: Class(c.bases, c.fields, c.summary, dict(c.methods)) for n, c in known}
         for b in books:
             for owner, name, found in b.patches:
                 if owner in self.classes: self.classes[owner].methods[name] = found
@@ -218,6 +221,15 @@ class Index:
         found = self.classes.get(name)
         if found is None: return []
         return [found, *(a for base in found.bases for a in self.ancestors(base))]
+
+    def meaning(self,
+        p: Param,
+        known: str="",   # said elsewhere
+    ) -> str:
+        "What a parameter means; where no comment says it, its class does"
+        kind = p.type.strip("'\"").removesuffix("|None")
+        summary = self.classes[kind].summary if kind in self.classes else ""
+        return p.meaning or known or (f"a `{kind}`: {summary[:1].lower()}{summary[1:]}" if summary else "")
 
     def method(self,
         owner: str,   # a class
@@ -231,7 +243,7 @@ class Index:
             for p in s.params:
                 if p.meaning: known.setdefault(p.name, p.meaning)
         first = found[0]
-        params = [Param(p.name, p.type, p.default, p.meaning or known.get(p.name, "")) for p in first.params]
+        params = [Param(p.name, p.type, p.default, self.meaning(p, known.get(p.name, ""))) for p in first.params]
         returned = next((s.returns for s in found if s.returns.meaning), first.returns)
         returns = Param("", first.returns.type or returned.type, "", first.returns.meaning or returned.meaning)
         return Signature(params, returns, first.delegates_to)
@@ -240,8 +252,9 @@ class Index:
         found: Signature,
     ) -> Signature:
         "The same, with the parameters of the function that it delegates to in place of `**kwargs`"
-        if not found.delegates_to: return found
-        own = [p for p in found.params if not p.name.startswith("**")]
+        params = [Param(p.name, p.type, p.default, self.meaning(p)) for p in found.params]
+        if not found.delegates_to: return Signature(params, found.returns)
+        own = [p for p in params if not p.name.startswith("**")]
         named = {p.name for p in own}
         rest = [p for p in self.functions[found.delegates_to].params if p.default and p.name not in named]
         return Signature(own + rest, found.returns)

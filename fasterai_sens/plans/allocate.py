@@ -317,6 +317,7 @@ def ask_again(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
     actual : Callable
@@ -354,6 +355,7 @@ def within(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
     actual : Callable
@@ -480,6 +482,7 @@ def improve(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     picked : list
         a choice that keeps to the budgets
     budgets : dict
@@ -514,6 +517,7 @@ def stepwise(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
     compressor : Compressor
@@ -617,6 +621,7 @@ def interactions(
     Parameters
     ----------
     channels : ChannelCosts
+        a `ChannelCosts`: what plans for channels cost
     name : str
         of a cost
 
@@ -644,6 +649,7 @@ def all_moves(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     picked : list
         the present option of each choice
     channels : ChannelCosts
@@ -737,6 +743,7 @@ def best_within(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
     actual : Callable
@@ -1122,6 +1129,7 @@ class Counted:
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
     compressor : Compressor|None
@@ -1206,6 +1214,7 @@ def find_plan(
     Parameters
     ----------
     problem : Problem
+        a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
     compressor : Compressor|None

@@ -514,6 +514,7 @@ class Savings:
     Parameters
     ----------
     applier : Applier
+        a `Applier`: carries out plans on one model, one after another
     find : Callable
         name of a unit -> the unit as it is now, or an outline of it
     rules : dict

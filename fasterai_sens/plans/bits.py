@@ -257,13 +257,18 @@ def to_bit_plan(self:SweepResult,
         weights={layer: units[layer].weight.numel() for layer in bits})
 
 @patch
-def to_bit_plan(self:SensitivityResult, *args, **kwargs):
+def to_bit_plan(self:SensitivityResult,
+    *args,    # as for `SweepResult.to_bit_plan`
+    **kwargs, # as for `SweepResult.to_bit_plan`
+):
     """Always raises ValueError: one level leaves nothing to choose
 
     Parameters
     ----------
     *args
+        as for `SweepResult.to_bit_plan`
     **kwargs
+        as for `SweepResult.to_bit_plan`
     """
     hint = "sweep(\"quantization\") measures several, and its to_bit_plan chooses among them"
     raise ValueError(f"one level leaves nothing to choose; {hint}")

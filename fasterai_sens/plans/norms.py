@@ -86,13 +86,18 @@ class Recalibrated:
     data:object        # as for `reestimate_norms`
     sample:object=None # one example input, where the model takes several
     @contextmanager
-    def __call__(self, model, unit=None):
+    def __call__(self,
+        model,     # an nn.Module, perhaps compressed
+        unit=None, # what was compressed, not looked at
+    ):
         """Recalibrate inside the block, and leave no trace after it
 
         Parameters
         ----------
         model
+            an nn.Module, perhaps compressed
         unit : default None
+            what was compressed, not looked at
         """
         with leave_no_trace(model, weights=()):
             reestimate_norms(model, self.data, self.sample)

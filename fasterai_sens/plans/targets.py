@@ -239,16 +239,20 @@ class Curve:
     """
     pct:np.ndarray    # levels, rising
     delta:np.ndarray  # damage at each
-    def reach(self, tolerance:float)->float:
+    def reach(self,
+        tolerance:float, # most damage, in the units of the curve
+    )->float:            # percent
         """Highest percent with damage of at most `tolerance`, between levels by straight lines
 
         Parameters
         ----------
         tolerance : float
+            most damage, in the units of the curve
 
         Returns
         -------
         float
+            percent
         """
         x, y = self.pct, self.delta
         i = int(np.searchsorted(y, tolerance, side="right")) - 1   # the last level within the tolerance

@@ -206,12 +206,15 @@ class Stages:
         self.data = FirstBatches(learn.dls.train)
         self.held = None   # what `apply` returned
         self.prepare(targets)
-    def prepare(self, targets):
+    def prepare(self,
+        targets, # list of a level or targets for each stage
+    ):
         """See what each stage comes to. Raises for what makes no sense, before anything is changed
 
         Parameters
         ----------
         targets
+            list of a level or targets for each stage
         """
         data = dict(criteria=self.criteria, calibration_data=self.data)
         steps = Steps(self.kind, self.model, self.sample, **data, **self.options)
@@ -321,6 +324,7 @@ class SparseStages(Stages):
         Parameters
         ----------
         targets
+            list of a level or targets for each stage
         """
         known = Sparsifier(self.model, **self.options)
         for target in targets: known.resolve(target)
@@ -363,6 +367,7 @@ class PrunedStages(Stages):
         Parameters
         ----------
         targets
+            list of a level or targets for each stage
         """
         check_optimizer(self.learn, self.kind.method_name)
         data = dict(example_inputs=self.sample, calibration_data=self.data)
@@ -644,6 +649,8 @@ def check_base(
     base : Score
         of the untouched model
     result : RecoveryResult
+        a `RecoveryResult`: what each stage cost, what fine-tuning brought back, and where the model was
+        left
     """
     check_baseline(base, result.metric_name)
     if result.max_drop is None: return
