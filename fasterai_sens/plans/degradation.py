@@ -385,6 +385,7 @@ def smallest(
     Parameters
     ----------
     curve : DegradationResult
+        a `DegradationResult`: a metric over the size of a model, largest size first
     max_drop : float
         as `check_drop` returned it
     sure : bool, default False

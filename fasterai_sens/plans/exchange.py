@@ -119,6 +119,7 @@ def exchange(
     Parameters
     ----------
     space : Space
+        a `Space`: the plans of one budget, and the ways from one to the next
     plan
         to start from
     now : float

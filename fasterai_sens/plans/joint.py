@@ -225,6 +225,7 @@ def ladder_of(
     Parameters
     ----------
     choice : Choice
+        a `Choice`: one thing to decide
     method : str
         to use
 

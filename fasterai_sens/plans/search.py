@@ -391,6 +391,7 @@ def classic_plan(
     Parameters
     ----------
     meter : Meter
+        a `Meter`: scores of plans on one model
     b : Budget
         what the plan has to keep to
     now : float

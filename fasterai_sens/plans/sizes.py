@@ -1096,6 +1096,8 @@ def measured_path(
     Parameters
     ----------
     steps : Steps
+        a `Steps`: how a model gets smaller, a smallest step at a time, by any method whose levels are
+        in percent
     result
         `SensitivityResult` or `SweepResult`
     max_pct : float
@@ -1153,6 +1155,8 @@ def find_path(
     Parameters
     ----------
     steps : Steps
+        a `Steps`: how a model gets smaller, a smallest step at a time, by any method whose levels are
+        in percent
     plan : default None
         None: everything alike; layer name -> level; or a `SensitivityResult` or `SweepResult`
     max_pct : float, default 90
@@ -1200,15 +1204,17 @@ def first_steps(
 
 # %% ../../nbs/plans/12_sizes.ipynb #037cd6ac
 def pct_up(
-    part:int,
-    whole:int,
+    part:int,  # a count or a size
+    whole:int, # the same of the untouched model
 )->str: # percent in three digits, never too small
     """What `part` is of `whole`, rounded up, so that a size of that percentage is enough
 
     Parameters
     ----------
     part : int
+        a count or a size
     whole : int
+        the same of the untouched model
 
     Returns
     -------
@@ -1228,6 +1234,8 @@ class Sizes:
     Parameters
     ----------
     steps : Steps
+        a `Steps`: how a model gets smaller, a smallest step at a time, by any method whose levels are
+        in percent
     cost : str
         "bytes", "params" or "flops"
     """
@@ -1294,6 +1302,8 @@ def fit(
     Parameters
     ----------
     steps : Steps
+        a `Steps`: how a model gets smaller, a smallest step at a time, by any method whose levels are
+        in percent
     counts : Callable
         place on the path, 0..`fine` -> steps of each unit
     cost : str
@@ -1376,6 +1386,8 @@ def planner(
     Parameters
     ----------
     steps : Steps
+        a `Steps`: how a model gets smaller, a smallest step at a time, by any method whose levels are
+        in percent
     cost : str
         "bytes", "params" or "flops"
     plan : default None
