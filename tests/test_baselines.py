@@ -71,7 +71,7 @@ def mean_by_hand(model, targets):
 
 
 @every_plan
-@pytest.mark.parametrize("target", [0, 0.3, 50, 200 / 3, 90, 99.9, 100])
+@pytest.mark.parametrize("target", [0, 0.3, 200 / 3, 99.9, 100])
 def test_every_plan_has_the_budget(model, plan, target):
     """The mean is exact, every layer has a target, and the targets are percent."""
     targets = plan(model, target)

@@ -77,7 +77,6 @@ SETS = {
     "resnet18": resnet_sets((2, 2, 2, 2), "conv2"),
     "resnet34": resnet_sets((3, 4, 6, 3), "conv2"),
     "resnet50": resnet_sets((3, 4, 6, 3), "conv3"),
-    "wide_resnet50_2": resnet_sets((3, 4, 6, 3), "conv3"),
     "mobilenet_v2": mobilenet_sets(),
     "alexnet": [],
     "vgg11": [],
