@@ -238,11 +238,11 @@ class Index:
         "A method; what its comments leave open is said by the method that it overrides"
         found = [c.methods[name] for c in self.ancestors(owner) if name in c.methods]
         if not found: return None
-        known = {}
+        known, first = {}, found[0]
         for s in found:
-            for p in s.params:
-                if p.meaning: known.setdefault(p.name, p.meaning)
-        first = found[0]
+            same = len(s.params) == len(first.params)   # then the order says what is what, whatever the names
+            for p, mine in zip(s.params, first.params if same else s.params, strict=True):
+                if p.meaning: known.setdefault(mine.name, p.meaning)
         params = [Param(p.name, p.type, p.default, self.meaning(p, known.get(p.name, ""))) for p in first.params]
         returned = next((s.returns for s in found if s.returns.meaning), first.returns)
         returns = Param("", first.returns.type or returned.type, "", first.returns.meaning or returned.meaning)

@@ -497,7 +497,9 @@ class Levels(Space):
         Parameters
         ----------
         levels
+            where the round starts
         share
+            how far it goes
         n_trials : default 3
             how many exchanges are tried
         """
@@ -511,9 +513,11 @@ def propose(self:Levels, levels, now, share)->tuple:
     Parameters
     ----------
     levels
+        where the round starts
     now
         its damage
     share
+        how far it goes
 
     Returns
     -------

@@ -262,6 +262,7 @@ class Meter:
     Parameters
     ----------
     model : nn.Module
+        that the plans are for
     carry : Callable
         plan -> context manager in which the model is compressed like that
     eval_fn : Callable
@@ -276,7 +277,7 @@ class Meter:
         called after each evaluation, with the metric as text
     """
     def __init__(self,
-        model:nn.Module,
+        model:nn.Module,          # that the plans are for
         carry:Callable,           # plan -> context manager in which the model is compressed like that
         eval_fn:Callable,         # model -> number or per-sample scores
         around:Callable=untouched, # (model, unit) -> context manager around each evaluation

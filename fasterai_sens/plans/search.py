@@ -150,13 +150,18 @@ class Local:
     def is_fixed(self)->bool:
         "Whether there is no other share to go to"
         return len(self.kept) == 1
-    def within(self, radius:float, n:int=17)->tuple: # arrays of shares and damages
+    def within(self,
+        radius:float, # how far to either side, as the logarithm of a factor
+        n:int=17,     # how many shares
+    )->tuple:         # arrays of shares and damages
         """Smooth curve up to a factor `exp(radius)` away, not beyond what was measured
 
         Parameters
         ----------
         radius : float
+            how far to either side, as the logarithm of a factor
         n : int, default 17
+            how many shares
 
         Returns
         -------
@@ -305,6 +310,7 @@ def count_calls(self:Shares, kept, step, n_trials=3)->int:
     Parameters
     ----------
     kept
+        where the round starts
     step
         how far it goes
     n_trials : default 3
@@ -323,6 +329,7 @@ def propose(self:Shares, kept, now, step)->tuple:
     Parameters
     ----------
     kept
+        where the round starts
     now
         its damage
     step
