@@ -27,6 +27,7 @@ from fasterai_sens import (
     quantize_model,
 )
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.core.limits import Limits
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
 from fasterai_sens.methods import widths
@@ -57,7 +58,7 @@ def made_up(model, method, rng, names=None):
 
 def best_of_all(model, sweeps, budgets, pairs=frozenset()):
     """The least damage of all choices within the budgets, counted one by one."""
-    compressor, every = Applier(model, x), choices(by_method(sweeps)[0], {}, pairs, "metric")
+    compressor, every = Applier(model, x), choices(by_method(sweeps)[0], Limits(), pairs, "metric")
     best = math.inf
     for picked in itertools.product(*(range(len(c.levels)) for c in every)):
         chosen = [(c, c.levels[i]) for c, i in zip(every, picked, strict=True)]
@@ -348,11 +349,9 @@ def test_nothing_is_done_before_all_is_there():
         assert torch.equal(model(x), expected)
 
 
-def test_locked_is_no_mapping():
-    """Levels for locked layers are bounds."""
+def test_nothing_locked_and_nothing_combined():
+    """`None` says so as well as an empty tuple."""
     model = toy()
-    with pytest.raises(TypeError, match="say bounds="):
-        allocate(made_up(model, "sparsity", np.random.default_rng(0)), "50%", model=model, locked={"0": 50})
     assert allocate(made_up(model, "sparsity", np.random.default_rng(0)), "50%", model=model, locked=None, combine=None).sparsity
 
 

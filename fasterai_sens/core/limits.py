@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
+import numpy as np
+
 from .checks import first_few, unknown_name
 from .protocol import scale_of
 from .sweeps import SweepResult
@@ -107,6 +109,33 @@ class Limits:
             high = min(high for _, high in pairs)
             if low <= high: return low, high
         raise ValueError(f"{first_few(names)} have one level, and what is said of each of them leaves none")
+    def ends(self,
+        groups,     # for each knob the names of its layers
+        method:str, # in percent
+    )->tuple:       # least and most of each, arrays
+        """From where to where each may go; layers that are left as they are have 0 percent. Raises as `range_of` does
+
+        Parameters
+        ----------
+        groups
+            for each knob the names of its layers
+        method : str
+            in percent
+
+        Returns
+        -------
+        tuple
+            least and most of each, arrays
+        """
+        none = scale_of(method).none
+        pairs = [self.range_of(names, method) or (none, none) for names in groups]
+        low, high = zip(*pairs, strict=True)
+        return np.array(low, float), np.array(high, float)
+    def why(self)->str:
+        "What is in the way, in words; nothing if nothing was said"
+        if not self.locked: return "there are bounds" if self.layers else ""
+        verb = "is" if len(self.locked) == 1 else "are"
+        return f"{first_few(self.locked, 3)} {verb} locked"
 
 def is_inside(
     level, # percent, or bits; None: left as it is

@@ -8,18 +8,19 @@ __all__ = ['baselines', 'check_bounds', 'check_reach', 'Budget', 'budget', 'meet
 
 # %% ../../nbs/plans/00_baselines.ipynb #482ec685
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from fastcore.meta import delegates
 from torch import nn
 
-from ..core.checks import check_pct, first_few
+from ..core.checks import check_pct
 from ..core.plans import LayerTargets
-from ..core.layers import Unit, find_units, target_units
+from ..core.layers import Unit, find_units
+from ..core.limits import read_limits, tied_names
 from ..methods.criteria import bind, large_final
-from ..methods.sparsify import check_sparsity, unit_scores
+from ..methods.sparsify import unit_scores
 
 # %% ../../nbs/plans/00_baselines.ipynb #97c78176
 def check_bounds(
@@ -132,7 +133,8 @@ def budget(
     target_pct,       # mean over the weights of the layers, percent
     *, layers=None,   # names of the layers to plan for; None: all
     layer_types=None, # a module class, or several in a list; None: all
-    locked:Mapping|None=None, # layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked=None,      # names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds=None,      # (low, high) in percent for all layers, or layer name -> that
     min_pct=0,        # least for any other layer, percent
     max_pct=100,      # most for any other layer, percent
 )->Budget:
@@ -150,8 +152,10 @@ def budget(
         names of the layers to plan for; None: all
     layer_types : default None
         a module class, or several in a list; None: all
-    locked : Mapping|None, default None
-        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
         least for any other layer, percent
     max_pct : default 100
@@ -165,32 +169,17 @@ def budget(
     found, _ = find_units(model, layers, layer_types)
     units = [unit for unit in found if unit.weight.numel()]
     if not units: raise ValueError("every layer is empty: there is no weight to plan for")
-    if locked is None: locked = {}
-    at = _locked_pct(model, units, locked)
+    limits = read_limits(
+        "sparsity", tied_names(units), locked=locked, bounds=bounds,
+        ends=(low, high), usual=(0, 100), model=model
+    )
     weights = np.array([unit.weight.numel() for unit in units], float)
-    lows = np.array([at.get(unit.name, low) for unit in units], float)
-    highs = np.array([at.get(unit.name, high) for unit in units], float)
-    check_reach(target, lows, highs, weights, (low, high), _why_limited(at))
+    names = [[unit.name] for unit in units]
+    lows, highs = limits.ends(names, "sparsity")
+    everywhere = (low, high) if bounds is None else (0, 100)
+    why = limits.why() or "rounding"
+    check_reach(target, lows, highs, weights, everywhere, why)
     return Budget(units, weights, lows, highs, target)
-
-def _locked_pct(model:nn.Module, units:list, locked)->dict:
-    "The locked layers under the names of their units -> percent"
-    if not isinstance(locked, Mapping):
-        raise TypeError(f"locked maps layer names to percent, such as {{'fc': 0}}; got {locked!r}")
-    chosen = target_units(model, check_sparsity(locked, "weight", "local"))
-    at = {unit.name: pct for unit, pct in chosen.items()}
-    planned = [unit.name for unit in units]
-    for name in at:
-        if name in planned: continue
-        there_are = f"those are {first_few(planned)}"
-        raise KeyError(f"layer {name!r} is locked, but is not among the layers to plan for; {there_are}")
-    return at
-
-def _why_limited(at:dict)->str:
-    "What keeps a mean within the bounds from being reached, given the locked layers"
-    if not at: return "rounding"
-    verb = "is" if len(at) == 1 else "are"
-    return f"{first_few(at, 3)} {verb} locked"
 
 # %% ../../nbs/plans/00_baselines.ipynb #fc6f3fc8
 def meet_mean(
@@ -271,8 +260,10 @@ def uniform(
         names of the layers to plan for; None: all
     layer_types : default None
         a module class, or several in a list; None: all
-    locked : Mapping|None, default None
-        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
         least for any other layer, percent
     max_pct : default 100
@@ -309,8 +300,10 @@ def erk(
         names of the layers to plan for; None: all
     layer_types : default None
         a module class, or several in a list; None: all
-    locked : Mapping|None, default None
-        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
         least for any other layer, percent
     max_pct : default 100
@@ -449,8 +442,10 @@ def global_magnitude(
         names of the layers to plan for; None: all
     layer_types : default None
         a module class, or several in a list; None: all
-    locked : Mapping|None, default None
-        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
         least for any other layer, percent
     max_pct : default 100
@@ -509,8 +504,10 @@ def lamp(
         names of the layers to plan for; None: all
     layer_types : default None
         a module class, or several in a list; None: all
-    locked : Mapping|None, default None
-        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
         least for any other layer, percent
     max_pct : default 100
