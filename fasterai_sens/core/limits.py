@@ -184,6 +184,7 @@ def tied_names(
     """
     return {name: unit.name for unit in units for name in unit.members}
 
+# %% ../../nbs/core/14_limits.ipynb #04b03d65
 class LimitReader:
     """Reads what users say of layers and levels
 
