@@ -8,7 +8,7 @@ from torch import nn
 
 from fasterai_sens import LayerTargets, SweepResult, allocate, erk, global_magnitude, lamp, uniform
 from fasterai_sens.core.layers import all_units
-from fasterai_sens.core.limits import LimitReader, Limits, only_layers, read_limits
+from fasterai_sens.core.limits import LayerLimits, LimitReader, only_layers, read_limits
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
 
 x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -173,7 +173,7 @@ def test_tied_layers_have_one_limit():
 
 def test_layers_that_go_together():
     """All of them must allow a level; where they leave none, they are named."""
-    limits = Limits({"pruning": (0, 90)}, {"a": {"pruning": (20, 60)}, "b": {"pruning": (40, 80)}, "c": {"pruning": None}})
+    limits = LayerLimits({"pruning": (0, 90)}, {"a": {"pruning": (20, 60)}, "b": {"pruning": (40, 80)}, "c": {"pruning": None}})
     assert limits.range_of(["a", "b", "d"], "pruning") == (40, 60)
     assert limits.range_of(["d"], "pruning") == (0, 90) and limits.range_of(["c", "d"], "pruning") is None
     with pytest.raises(ValueError, match="a, c have one level, and what is said of each of them leaves none"):

@@ -27,7 +27,7 @@ from fasterai_sens import (
     quantize_model,
 )
 from fasterai_sens.core.layers import all_units
-from fasterai_sens.core.limits import Limits
+from fasterai_sens.core.limits import LayerLimits
 from fasterai_sens.core.plans import BitPlan
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
 from fasterai_sens.methods import widths
@@ -58,7 +58,7 @@ def made_up(model, method, rng, names=None):
 
 def best_of_all(model, sweeps, budgets, pairs=frozenset()):
     """The least damage of all choices within the budgets, counted one by one."""
-    compressor, every = Applier(model, x), choices(by_method(sweeps)[0], Limits(), pairs, "metric")
+    compressor, every = Applier(model, x), choices(by_method(sweeps)[0], LayerLimits(), pairs, "metric")
     best = math.inf
     for picked in itertools.product(*(range(len(c.levels)) for c in every)):
         chosen = [(c, c.levels[i]) for c, i in zip(every, picked, strict=True)]

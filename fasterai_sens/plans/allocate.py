@@ -6,8 +6,8 @@
 __all__ = ['most_plans', 'barred_by', 'excluding', 'Problem', 'saved_by', 'picks', 'is_within', 'ask_again', 'within',
            'rises_around', 'choose_around', 'improve', 'stepwise', 'fits', 'best_of_all', 'interactions', 'all_moves',
            'exchange', 'best_within', 'says_what_it_saves', 'check_sweep', 'check_same_measure', 'by_method',
-           'check_pairs', 'check_criteria', 'check_table', 'all_pairs', 'prepare', 'cost_table', 'known_layers',
-           'set_up', 'Counted', 'find_plan', 'allocate']
+           'check_pairs', 'check_criteria', 'check_table', 'all_pairs', 'prepare', 'cost_table', 'set_up', 'Counted',
+           'find_plan', 'allocate']
 
 # %% ../../nbs/plans/06_allocate.ipynb #311368f0
 import math
@@ -26,14 +26,15 @@ from ..core.protocol import Perturbation, in_turn, methods, scale_of
 from ..core.results import SensitivityResult, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import Plan
+from ..core.limits import LayerLimits, asked_for, known_layers, part_of, read_limits
 from ..methods.criteria import as_criterion, large_final
 from .targets import knobs
 from .knapsack import choose
 from .bits import check_bit_sweep
 from .applier import Compressor
 from fasterai_sens.plans.choices import (
-    ChannelCosts, Choice, CostTable, budgets_in_numbers, channel_costs, check_budgets, check_limits, choices,
-    count_options, may_meet, option_costs, option_name, planned
+    ChannelCosts, Choice, CostTable, budgets_in_numbers, channel_costs, check_budgets, choices, count_options,
+    may_meet, option_costs, option_name, planned
 )
 
 # %% ../../nbs/plans/06_allocate.ipynb #45dcf584
@@ -1001,7 +1002,7 @@ def prepare(
     if table is not None:
         check_table(table, compressor, names)
         return compressor, table
-    every = choices(sweeps, {}, all_pairs(sweeps), "metric")
+    every = choices(sweeps, LayerLimits(), all_pairs(sweeps), "metric")
     return compressor, count_options(compressor, every, names)
 
 # %% ../../nbs/plans/06_allocate.ipynb #e82de558
@@ -1045,31 +1046,10 @@ def cost_table(
     return table
 
 # %% ../../nbs/plans/06_allocate.ipynb #7483fd2a
-def known_layers(
-    sweeps:dict, # method -> `SweepResult`
-)->dict:         # every name, also of tied layers -> the name in the sweeps
-    """Names of the layers that were measured
-
-    Parameters
-    ----------
-    sweeps : dict
-        method -> `SweepResult`
-
-    Returns
-    -------
-    dict
-        every name, also of tied layers -> the name in the sweeps
-    """
-    rows = {row.name: row for sweep in sweeps.values() for result in sweep for row in result.layers}
-    known = {}
-    for row in rows.values():
-        tied = [name for name in row.group_members if name not in rows]
-        known |= dict.fromkeys(tied, row.name)
-    return known | {name: name for name in rows}
-
 def set_up(
     sweeps, budget, cost, combine, bounds, locked, by, # as in `allocate`
     model, sample, table, criteria, data, # as in `allocate`
+    layers=None, layer_types=None, # as in `allocate`
 )->tuple: # `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans say
     """Everything to plan with. Raises as `allocate` does
 
@@ -1099,6 +1079,10 @@ def set_up(
         as in `allocate`
     data
         as in `allocate`
+    layers : default None
+        as in `allocate`
+    layer_types : default None
+        as in `allocate`
 
     Returns
     -------
@@ -1109,12 +1093,16 @@ def set_up(
     sweeps, by = by_method(sweeps, by)
     if criteria is None: criteria = large_final
     elif not any(methods[name].ranks for name in sweeps):
-        raise TypeError("quantization takes no criteria: nothing is ranked")
+        raise TypeError(f"{' and '.join(sweeps)} takes no criteria: nothing is ranked")
     budgets, pairs = check_budgets(budget, cost), check_pairs(combine, sweeps)
+    known = known_layers([result for sweep in sweeps.values() for result in sweep])
+    names = asked_for(known, model, layers, layer_types)
+    sweeps = {name: part_of(sweep, names) for name, sweep in sweeps.items()}
     compressor, table = prepare(sweeps, tuple(budgets), model, sample, table, criteria, data)
     for name in budgets:
         if name not in table.whole: raise ValueError(f"the table has no {name}; it has {', '.join(table.whole)}")
-    limits = check_limits(bounds, locked, sweeps, known_layers(sweeps))
+    known = known_layers([result for sweep in sweeps.values() for result in sweep])
+    limits = read_limits(sweeps, known, locked=locked, bounds=bounds)
     problem = Problem(choices(sweeps, limits, pairs, by), table, pairs, budgets)
     budgets = budgets_in_numbers(budgets, table.whole)
     settings = {name: sweep[0].settings for name, sweep in sweeps.items()} | {"by": by}
@@ -1249,8 +1237,10 @@ def allocate(
     *, model=None, # that was measured; comes back untouched. None: `table` says it all, without pruning
     sample=None,   # one example input
     combine=(),    # pairs of methods that may meet in one layer, such as ("sparsity", "quantization")
-    bounds=None,   # layer name -> (low, high), or method -> (low, high); a pair alone is for all layers
-    locked=(),     # names of layers that are left alone
+    bounds=None,   # (low, high) for all layers, or layer name -> that; with several methods method -> that
+    locked=(),     # names of layers that are left alone, or layer name -> level, or method -> level
+    layers=None,   # names of the layers to plan for; None: all that were measured
+    layer_types=None, # a module class, or several in a list; None: all
     by=None,       # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
     table=None,    # from `cost_table`; None: count now
     criteria=None, # which weights and channels matter, as measured; None: `large_final`
@@ -1261,7 +1251,8 @@ def allocate(
 
     This is a multiple-choice knapsack (Sinha and Zoltners 1979). A gain, or less damage than at a milder level,
     counts as noise. The damages of two methods in one layer are taken to add up. With bounds above 0 percent, or any
-    bounds on bits, a layer cannot be left alone.
+    bounds on bits, a layer cannot be left alone. A locked layer has its level and no other; methods of which no level
+    is given leave it alone.
 
     The plan is the best there is for zeros and bits; with over 2000 options it is as good as
     100 nodes of the search tree find. It is the best there is for channels alone, within params, flops or bytes,
@@ -1287,9 +1278,13 @@ def allocate(
     combine : default ()
         pairs of methods that may meet in one layer, such as ("sparsity", "quantization")
     bounds : default None
-        layer name -> (low, high), or method -> (low, high); a pair alone is for all layers
+        (low, high) for all layers, or layer name -> that; with several methods method -> that
     locked : default ()
-        names of layers that are left alone
+        names of layers that are left alone, or layer name -> level, or method -> level
+    layers : default None
+        names of the layers to plan for; None: all that were measured
+    layer_types : default None
+        a module class, or several in a list; None: all
     by : default None
         what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
     table : default None
@@ -1308,6 +1303,6 @@ def allocate(
     """
     with slow_bar(2, verbose, "allocating") as tick:
         found = set_up(sweeps, budget, cost, combine, bounds, locked, by,
-                       model, sample, table, criteria, calibration_data)
+                       model, sample, table, criteria, calibration_data, layers, layer_types)
         tick()
         return find_plan(*found)

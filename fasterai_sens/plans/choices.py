@@ -22,7 +22,7 @@ from ..core.saving import Saved
 from ..core.results import SensitivityResult, damage
 from ..core.sweeps import SweepResult
 from ..core.plans import Plan
-from ..core.limits import Limits
+from ..core.limits import LayerLimits
 from ..methods.widths import Widths
 from .applier import Compressor, cost_rules
 
@@ -155,7 +155,7 @@ def allowed_levels(
     names:tuple,   # of the layers that go together
     method:str,    # of the curve
     curve:dict,    # level -> (damage, damage to the metric)
-    limits:Limits, # how far each method may go
+    limits:LayerLimits, # how far each method may go
 )->list:           # of (level, damage, damage to the metric); the level is None where they are left alone
     """Leaving the layers alone, and all measured levels, as far as they are allowed
 
@@ -167,7 +167,7 @@ def allowed_levels(
         of the curve
     curve : dict
         level -> (damage, damage to the metric)
-    limits : Limits
+    limits : LayerLimits
         how far each method may go
 
     Returns
@@ -183,7 +183,7 @@ def allowed_levels(
 def make_choice(
     names:tuple,  # of the layers that go together
     curves:dict,  # method -> {names: curve}, of methods that decide together
-    limits:Limits, # how far each method may go
+    limits:LayerLimits, # how far each method may go
     pairs:set,    # frozensets of two methods that may meet in a layer
 )->Choice:
     """All that can be done to these layers. Raises ValueError if the limits leave nothing
@@ -194,7 +194,7 @@ def make_choice(
         of the layers that go together
     curves : dict
         method -> {names: curve}, of methods that decide together
-    limits : Limits
+    limits : LayerLimits
         how far each method may go
     pairs : set
         frozensets of two methods that may meet in a layer
@@ -220,7 +220,7 @@ def make_choice(
 
 def choices(
     sweeps:dict,  # method -> `SweepResult`
-    limits:Limits, # how far each method may go
+    limits:LayerLimits, # how far each method may go
     pairs:set,    # frozensets of two methods that may meet in a layer
     by:str,       # "metric" or "objective"
 )->list:          # of `Choice`, groups to prune first
@@ -230,7 +230,7 @@ def choices(
     ----------
     sweeps : dict
         method -> `SweepResult`
-    limits : Limits
+    limits : LayerLimits
         how far each method may go
     pairs : set
         frozensets of two methods that may meet in a layer

@@ -20,6 +20,7 @@ from ..core.results import SensitivityResult, damage, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets, check_method
 from ..core.layers import target_units
+from ..core.limits import known_layers, only_layers, read_limits
 from .baselines import check_bounds, check_reach, meet_mean
 
 # %% ../../nbs/plans/01_targets.ipynb #f7ad1cf8
@@ -177,6 +178,10 @@ def to_layer_targets(self:SensitivityResult,
     max_pct=90,     # most for any layer, percent
     gamma=1.0,      # 0: uniform; larger: the most robust layers carry more of it
     by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
+    *, locked=None, # names of layers that stay as they are, or layer name -> percent
+    bounds=None,    # (low, high) in percent for all layers, or layer name -> that; goes before `min_pct` and `max_pct`
+    layers=None,    # names of the layers to plan for; None: all that were measured
+    layer_types=None, # a module class, or several in a list; None: all
 )->LayerTargets:
     """Less for the sensitive, more for the robust, with the mean `target_pct`
 
@@ -196,6 +201,15 @@ def to_layer_targets(self:SensitivityResult,
         0: uniform; larger: the most robust layers carry more of it
     by : default None
         damage to the "metric" or the "objective"; None: the objective if it was recorded
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that; goes before `min_pct` and
+        `max_pct`
+    layers : default None
+        names of the layers to plan for; None: all that were measured
+    layer_types : default None
+        a module class, or several in a list; None: all
 
     Returns
     -------
@@ -206,16 +220,20 @@ def to_layer_targets(self:SensitivityResult,
         raise ValueError(f"a quantization result has no percent targets; {hint}")
     check_number(gamma, "gamma is a number, 0 or more", 0)
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    found = knobs(self.layers, model, plan_basis(self.layers, by))
+    result = only_layers(self, model, layers, layer_types)
+    method, known = self.compression_type, known_layers([result])
+    limits = read_limits(method, known, locked=locked, bounds=bounds, ends=(low, high), usual=(0, 90), model=model)
+    found = knobs(result.layers, model, plan_basis(result.layers, by))
     if not found: raise ValueError("no layer of this result can be compressed")
     groups = [knob.names for knob in found]
     weights = np.array([knob.weights for knob in found], float)
     damages = np.array([knob.delta for knob in found])
-    lows = np.full(len(found), low)
-    highs = np.where(np.isfinite(damages), high, low)
-    check_reach(target, lows, highs, weights, (low, high), _why_protected(found))
-    pct = inverse_sensitivity(damages, weights, target, low, high, gamma)
-    return _in_order([row.name for row in self.layers], groups, pct, self.compression_type)
+    lows, highs = limits.ends(groups, method)
+    protected = np.where(np.isfinite(damages), highs, lows)
+    everywhere = (low, high) if bounds is None else (0, 100)
+    check_reach(target, lows, protected, weights, everywhere, limits.why() or _why_protected(found))
+    pct = inverse_sensitivity(damages, weights, target, lows, highs, gamma)
+    return _in_order([row.name for row in result.layers], groups, pct, method)
 
 SensitivityResult.to_schedule = SensitivityResult.to_layer_targets
 
@@ -288,7 +306,7 @@ def _common_tolerance(
     curves:list,        # a `Curve` for each knob
     weights:np.ndarray, # weights behind each
     target:float,       # wanted weighted mean, within reach
-    low:float,          # lower bound, percent
+    low,                # lower bound, percent, one number or one per knob
     tops:np.ndarray,    # upper bound of each, percent
 )->np.ndarray:
     "How far each curve goes at the tolerance for which the weighted mean is `target`"
@@ -426,6 +444,10 @@ def to_layer_targets(self:SweepResult,
     min_pct=0,      # least for any layer, percent
     max_pct=90,     # most for any layer, percent; no layer goes beyond the last level measured for it
     by=None,        # damage to the "metric" or the "objective"; None: the objective if it was recorded
+    *, locked=None, # names of layers that stay as they are, or layer name -> percent
+    bounds=None,    # (low, high) in percent for all layers, or layer name -> that; goes before `min_pct` and `max_pct`
+    layers=None,    # names of the layers to plan for; None: all that were measured
+    layer_types=None, # a module class, or several in a list; None: all
 )->LayerTargets:
     """The plan with the mean `target_pct` of least total rise of the objective
 
@@ -444,6 +466,15 @@ def to_layer_targets(self:SweepResult,
         most for any layer, percent; no layer goes beyond the last level measured for it
     by : default None
         damage to the "metric" or the "objective"; None: the objective if it was recorded
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that; goes before `min_pct` and
+        `max_pct`
+    layers : default None
+        names of the layers to plan for; None: all that were measured
+    layer_types : default None
+        a module class, or several in a list; None: all
 
     Returns
     -------
@@ -453,22 +484,28 @@ def to_layer_targets(self:SweepResult,
     if scale_of(method).unit == "bits":
         raise ValueError("a sweep over bits has no percent targets; to_bit_plan turns it into a plan")
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    by = plan_basis([row for result in self for row in result.layers], by)
+    sweep = only_layers(self, model, layers, layer_types)
+    known = known_layers(sweep)
+    limits = read_limits(method, known, locked=locked, bounds=bounds, ends=(low, high), usual=(0, 90), model=model)
+    by = plan_basis([row for result in sweep for row in result.layers], by)
     n_weights = {}
-    for result in self.by_strength:
+    for result in sweep.by_strength:
         for knob in knobs(result.layers, model, by): n_weights[knob.names] = knob.weights
     if not n_weights: raise ValueError("no layer of this sweep can be compressed")
-    curves = _knob_curves(self, n_weights, by)
+    curves = _knob_curves(sweep, n_weights, by)
     weights = np.array(list(n_weights.values()), float)
-    lows = np.full(len(curves), low)
-    tops = np.array([max(low, min(high, curve.pct[-1])) for curve in curves])
-    check_reach(target, lows, tops, weights, (low, high), "no layer goes beyond the last level measured for it")
+    lows, highs = limits.ends(n_weights, method)
+    measured = [curve.pct[-1] for curve in curves]
+    tops = np.maximum(lows, np.minimum(highs, measured))
+    everywhere = (low, high) if bounds is None else (0, 100)
+    why = limits.why() or "no layer goes beyond the last level measured for it"
+    check_reach(target, lows, tops, weights, everywhere, why)
     if by == "objective":
-        parts = [_within(curve, low, top) for curve, top in zip(curves, tops, strict=True)]
+        parts = [_within(*part) for part in zip(curves, lows, tops, strict=True)]
         pct = least_total(parts, weights, target)
     else:
-        pct = _common_tolerance(curves, weights, target, low, tops)
-    return _in_order(self.names, n_weights, pct, method)
+        pct = _common_tolerance(curves, weights, target, lows, tops)
+    return _in_order(sweep.names, n_weights, pct, method)
 
 # %% ../../nbs/plans/01_targets.ipynb #52772ea9
 def _damage_at(rows:dict, level:float, by:str, bits:bool)->float:
