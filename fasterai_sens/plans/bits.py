@@ -7,16 +7,16 @@ __all__ = ['bit_options', 'check_bit_target', 'check_bit_sweep']
 
 # %% ../../nbs/plans/03_bits.ipynb #0e552ed1
 import math
-from collections.abc import Mapping
 
 from fastcore.basics import patch
 
-from ..core.checks import check_bits, check_number, unknown_name
+from ..core.checks import check_bits, check_number
 from ..core.protocol import scale_of
 from ..core.results import SensitivityResult, plan_basis
 from ..core.sweeps import SweepResult, rising_damages
-from ..core.plans import BitPlan, LayerTargets, check_method
-from ..core.layers import all_units, by_name, target_units
+from ..core.plans import BitPlan, LayerTargets
+from ..core.layers import all_units, by_name
+from ..core.limits import LayerLimits, only_layers, read_limits
 from ..methods.quantize import packed_bytes, plan_bytes
 from .targets import knobs
 from .knapsack import choose
@@ -24,9 +24,7 @@ from .knapsack import choose
 # %% ../../nbs/plans/03_bits.ipynb #804a1195
 def bit_options(
     sweep:SweepResult, # over bits
-    low:int,           # fewest bits for any layer
-    high:int,          # most bits for any layer
-    locked:dict,       # layer name -> bits, which must have been measured
+    limits:LayerLimits, # how many bits each layer may have
     by=None,           # "metric" or "objective"; None: the objective if it was recorded
 )->dict:               # layer name -> {bits: damage}, most bits first
     """What can be chosen for each layer. Raises ValueError if that is nothing, naming the layer
@@ -35,12 +33,8 @@ def bit_options(
     ----------
     sweep : SweepResult
         over bits
-    low : int
-        fewest bits for any layer
-    high : int
-        most bits for any layer
-    locked : dict
-        layer name -> bits, which must have been measured
+    limits : LayerLimits
+        how many bits each layer may have
     by : default None
         "metric" or "objective"; None: the objective if it was recorded
 
@@ -50,17 +44,16 @@ def bit_options(
         layer name -> {bits: damage}, most bits first
     """
     by = plan_basis([row for result in sweep for row in result.layers], by)
-    found = {}
+    method, found = sweep[0].compression_type, {}
     for name in sweep.names:
         rows = sweep.rows(name)
-        if not rows: continue
+        pair = limits.range_of([name], method)
+        if not rows or pair is None: continue   # not measured, or left as it is
+        low, high = pair
         ladder = sorted(rows, reverse=True)
         known = dict(zip(ladder, rising_damages(rows, ladder, by), strict=True))
-        if name in locked:
-            allowed, why = {locked[name]}, f"it is locked at {locked[name]}"
-        else:
-            allowed, why = range(low, high + 1), f"min_bits is {low} and max_bits {high}"
-        options = {bits: damage for bits, damage in known.items() if bits in allowed}
+        why = f"it is locked at {low}" if name in limits.locked else f"min_bits is {low} and max_bits {high}"
+        options = {bits: damage for bits, damage in known.items() if low <= bits <= high}
         if not options:
             measured = ", ".join(map(str, known))
             raise ValueError(f"{name} was measured at {measured} bits, but {why}")
@@ -178,23 +171,16 @@ def _measured_units(sweep:SweepResult, model)->dict:
     known = by_name(units)
     return {name: known[name] for name in sweep.names}
 
-def _locked_bits(
-    locked,     # layer name -> bits, as the user gave it
-    units:dict, # layer name -> `Unit`, of the layers that were measured
-    model,      # that was measured
-    method:str, # of the sweep
-)->dict:
-    "Bits of locked layers under the names of the sweep"
-    if not isinstance(locked, Mapping):
-        raise TypeError(f"locked is a dictionary of layer names and bits; got {type(locked).__name__}")
-    check_method(locked, method)
-    checked = {name: check_bits(bits, f"locked[{name!r}]") for name, bits in locked.items()}
-    name_of = {id(unit.weight): name for name, unit in units.items()}
-    found = {}
-    for unit, bits in target_units(model, checked).items():
-        if id(unit.weight) not in name_of: raise unknown_name(unit.name, units, "measured layer")
-        found[name_of[id(unit.weight)]] = bits
-    return found
+def _bit_limits(
+    units:dict,     # layer name -> `Unit`, of the layers that were measured
+    model,          # that was measured
+    method:str,     # of the sweep
+    ends:tuple,     # `min_bits` and `max_bits`
+    locked, bounds, # as the user gave them
+)->LayerLimits:
+    "How many bits each layer may have"
+    known = {member: name for name, unit in units.items() for member in unit.members}
+    return read_limits(method, known, locked=locked, bounds=bounds, ends=ends, usual=(2, 16), model=model)
 
 # %% ../../nbs/plans/03_bits.ipynb #46d02cae
 @patch
@@ -204,8 +190,11 @@ def to_bit_plan(self:SweepResult,
     *, target_bytes=None, # or: most bytes of the whole model, packed, with scales and everything that is not quantized
     min_bits=2,         # fewest for any layer
     max_bits=16,        # most for any layer
-    locked=None,        # layer name -> bits, decided already; must have been measured
+    locked=None,        # names of layers that are not quantized, or layer name -> bits, which must have been measured
     by=None,            # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
+    bounds=None,        # (fewest, most) bits for all layers, or layer name -> that; goes before `min_bits` and `max_bits`
+    layers=None,        # names of the layers to plan for; None: all that were measured
+    layer_types=None,   # a module class, or several in a list; None: all
 )->BitPlan:             # with `size_bytes`, `predicted_metric` and the settings that were measured
     """Measured bits for each layer, with the least sum of damages within the budget
 
@@ -224,9 +213,15 @@ def to_bit_plan(self:SweepResult,
     max_bits : default 16
         most for any layer
     locked : default None
-        layer name -> bits, decided already; must have been measured
+        names of layers that are not quantized, or layer name -> bits, which must have been measured
     by : default None
         what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
+    bounds : default None
+        (fewest, most) bits for all layers, or layer name -> that; goes before `min_bits` and `max_bits`
+    layers : default None
+        names of the layers to plan for; None: all that were measured
+    layer_types : default None
+        a module class, or several in a list; None: all
 
     Returns
     -------
@@ -236,9 +231,10 @@ def to_bit_plan(self:SweepResult,
     check_bit_target(target_bits, target_bytes, min_bits, max_bits)
     settings = check_bit_sweep(self)
     how = {key: settings[key] for key in ("per_channel", "group_size", "symmetric") if key in settings}
-    units = _measured_units(self, model)
-    decided = _locked_bits(locked or {}, units, model, self[0].compression_type)
-    options = bit_options(self, min_bits, max_bits, decided, by)
+    sweep = only_layers(self, model, layers, layer_types)
+    units = _measured_units(sweep, model)
+    limits = _bit_limits(units, model, self[0].compression_type, (min_bits, max_bits), locked, bounds)
+    options = bit_options(sweep, limits, by)
     if not options: raise ValueError("no layer of this sweep could be quantized")
     costs, budget = _bit_costs(options, units, model, target_bits, target_bytes, how)
     least = sum(map(min, costs))

@@ -661,6 +661,8 @@ def search_plan(
     *, combine=(),     # as in `allocate`
     bounds=None,       # as in `allocate`
     locked=(),         # as in `allocate`
+    layers=None,       # names of the layers to plan for; None: all that were measured
+    layer_types=None,  # a module class, or several in a list; None: all
     by=None,           # as in `allocate`
     # the same on other data, for the ranking; None: `eval_fn`, which flatters the searched plan
     report_fn:Callable|None=None,
@@ -694,6 +696,10 @@ def search_plan(
         as in `allocate`
     locked : default ()
         as in `allocate`
+    layers : default None
+        names of the layers to plan for; None: all that were measured
+    layer_types : default None
+        a module class, or several in a list; None: all
     by : default None
         as in `allocate`
     report_fn : Callable|None, default None
@@ -727,7 +733,8 @@ def search_plan(
     check_effect(model, sample)
     with slow_bar(2, verbose, "plans to start from") as tick:
         problem, budgets, applier, first, about = set_up(
-            sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data
+            sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data,
+            layers, layer_types
         )
         used = [methods[m] for c in problem.choices for m in c.methods]
         for f in (eval_fn, report_fn): check_training(f, used)

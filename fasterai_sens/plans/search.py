@@ -747,7 +747,8 @@ def search_targets(
     calibration_data=None, # for criteria that use data
     layers=None,       # names of the layers to plan for; None: all
     layer_types=None,  # a module class, or several in a list; None: all
-    locked=None,       # layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+    locked=None,       # names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds=None,       # (low, high) in percent for all layers, or layer name -> that
     min_pct=0,         # least for any other layer, percent
     max_pct=100,       # most for any other layer, percent
     verbose:bool=True, # show a progress bar
@@ -794,7 +795,9 @@ def search_targets(
     layer_types : default None
         a module class, or several in a list; None: all
     locked : default None
-        layer name -> percent that it gets whatever the bounds; 0 leaves the layer as it is
+        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
         least for any other layer, percent
     max_pct : default 100
@@ -810,7 +813,9 @@ def search_targets(
     eval_fn = as_eval_fn(eval_fn, "eval_fn", sample, higher_is_better)
     report_rises = higher_is_better if report_higher_is_better is None else report_higher_is_better
     if layer_types is not None: layer_types = check_types(layer_types)
-    options = dict(layers=layers, layer_types=layer_types, locked=locked, min_pct=min_pct, max_pct=max_pct)
+    options = dict(
+        layers=layers, layer_types=layer_types, locked=locked, bounds=bounds, min_pct=min_pct, max_pct=max_pct
+    )
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
     with leave_no_trace(model):
