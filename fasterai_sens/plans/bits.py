@@ -190,9 +190,9 @@ def to_bit_plan(self:SweepResult,
     *, target_bytes=None, # or: most bytes of the whole model, packed, with scales and everything that is not quantized
     min_bits=2,         # fewest for any layer
     max_bits=16,        # most for any layer
-    locked=None,        # names of layers that are not quantized, or layer name -> bits, which must have been measured
+    locked=None,        # names of layers that are not quantized, or layer name -> bits that were measured
     by=None,            # what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
-    bounds=None,        # (fewest, most) bits for all layers, or layer name -> that; goes before `min_bits` and `max_bits`
+    bounds=None,        # (fewest, most) bits for all layers, or layer name -> that; before `min_bits`, `max_bits`
     layers=None,        # names of the layers to plan for; None: all that were measured
     layer_types=None,   # a module class, or several in a list; None: all
 )->BitPlan:             # with `size_bytes`, `predicted_metric` and the settings that were measured
@@ -213,11 +213,11 @@ def to_bit_plan(self:SweepResult,
     max_bits : default 16
         most for any layer
     locked : default None
-        names of layers that are not quantized, or layer name -> bits, which must have been measured
+        names of layers that are not quantized, or layer name -> bits that were measured
     by : default None
         what shall suffer least: "metric" or "objective"; None: the objective if it was recorded
     bounds : default None
-        (fewest, most) bits for all layers, or layer name -> that; goes before `min_bits` and `max_bits`
+        (fewest, most) bits for all layers, or layer name -> that; before `min_bits`, `max_bits`
     layers : default None
         names of the layers to plan for; None: all that were measured
     layer_types : default None

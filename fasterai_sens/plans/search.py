@@ -747,7 +747,7 @@ def search_targets(
     calibration_data=None, # for criteria that use data
     layers=None,       # names of the layers to plan for; None: all
     layer_types=None,  # a module class, or several in a list; None: all
-    locked=None,       # names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+    locked=None,       # names of layers that stay as they are, or layer name -> percent, whatever the bounds
     bounds=None,       # (low, high) in percent for all layers, or layer name -> that
     min_pct=0,         # least for any other layer, percent
     max_pct=100,       # most for any other layer, percent
@@ -795,7 +795,7 @@ def search_targets(
     layer_types : default None
         a module class, or several in a list; None: all
     locked : default None
-        names of layers that stay as they are, or layer name -> percent that it gets whatever the bounds
+        names of layers that stay as they are, or layer name -> percent, whatever the bounds
     bounds : default None
         (low, high) in percent for all layers, or layer name -> that
     min_pct : default 0
