@@ -32,9 +32,9 @@ from fasterai_sens import LayerTargets, SensitivityAnalyzer, Sparsifier, erk, gl
 from fasterai_sens.core.layers import find_units
 from fasterai_sens.core.results import damage
 from fasterai_sens.measure.finetuned import FineTuned
+from fasterai_sens.measure.norms import reestimate_norms
 from fasterai_sens.measure.objectives import kl_from
 from fasterai_sens.plans.knapsack import choose
-from fasterai_sens.plans.norms import reestimate_norms
 from fasterai_sens.plans.targets import shift_to_mean
 
 levels = (10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 95, 97, 99)

@@ -43,7 +43,7 @@ from .plans.choices import CostTable
 from .plans.degradation import DegradationResult, analyze_degradation
 from .plans.joint import search_plan
 from .plans.meter import SearchResult
-from .plans.norms import Recalibrated, reestimate_norms
+from .measure.norms import Recalibrated, reestimate_norms
 from .plans.search import search_targets
 from .plans.sizes import compress_to_size, compress_with_layer_sensitivity
 from .plans.verdicts import identify_critical_layers, recommend_compression_target, validate_compression_target

@@ -18,6 +18,8 @@ from .core.sweeps import SweepResult as SweepResult
 from .measure.analyzer import SensitivityAnalyzer as SensitivityAnalyzer
 from .measure.analyzer import analyze_sensitivity as analyze_sensitivity
 from .measure.finetuned import FineTuned as FineTuned
+from .measure.norms import Recalibrated as Recalibrated
+from .measure.norms import reestimate_norms as reestimate_norms
 from .measure.objectives import Divergence as Divergence
 from .measure.objectives import evaluation as evaluation
 from .measure.objectives import kl_from as kl_from
@@ -58,8 +60,6 @@ from .plans.degradation import DegradationResult as DegradationResult
 from .plans.degradation import analyze_degradation as analyze_degradation
 from .plans.joint import search_plan as search_plan
 from .plans.meter import SearchResult as SearchResult
-from .plans.norms import Recalibrated as Recalibrated
-from .plans.norms import reestimate_norms as reestimate_norms
 from .plans.search import search_targets as search_targets
 from .plans.sizes import compress_to_size as compress_to_size
 from .plans.sizes import compress_with_layer_sensitivity as compress_with_layer_sensitivity

@@ -18,6 +18,8 @@ from fasterai_sens import SweepResult as SweepResult
 from fasterai_sens import SensitivityAnalyzer as SensitivityAnalyzer
 from fasterai_sens import analyze_sensitivity as analyze_sensitivity
 from fasterai_sens import FineTuned as FineTuned
+from fasterai_sens import Recalibrated as Recalibrated
+from fasterai_sens import reestimate_norms as reestimate_norms
 from fasterai_sens import Divergence as Divergence
 from fasterai_sens import evaluation as evaluation
 from fasterai_sens import kl_from as kl_from
@@ -57,8 +59,6 @@ from fasterai_sens import DegradationResult as DegradationResult
 from fasterai_sens import analyze_degradation as analyze_degradation
 from fasterai_sens import search_plan as search_plan
 from fasterai_sens import SearchResult as SearchResult
-from fasterai_sens import Recalibrated as Recalibrated
-from fasterai_sens import reestimate_norms as reestimate_norms
 from fasterai_sens import search_targets as search_targets
 from fasterai_sens import compress_to_size as compress_to_size
 from fasterai_sens import compress_with_layer_sensitivity as compress_with_layer_sensitivity

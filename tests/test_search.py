@@ -13,10 +13,10 @@ from torch import nn
 
 from fasterai_sens import SensitivityAnalyzer, Sparsifier, changes, evaluation, fingerprint, lamp, large_final, leave_no_trace, search_targets, uniform, wanda
 from fasterai_sens.core.layers import find_units
+from fasterai_sens.measure.norms import Recalibrated, reestimate_norms
 from fasterai_sens.methods.sparsify import sparsity_mask
 from fasterai_sens.plans.exchange import exchange
 from fasterai_sens.plans.meter import SearchResult
-from fasterai_sens.plans.norms import Recalibrated, reestimate_norms
 from fasterai_sens.plans.search import Masker, Shares, descend, drop_order, path_factor
 from fasterai_sens.plans.targets import least_total
 

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['as_matrices', 'count_groups', 'MatrixSize', 'matrix_size', 'Spectrum', 'decompose', 'Spectra', 'is_plain',
-           'is_transposed', 'obstacle', 'watch_calls', 'find_obstacles', 'RankUnit', 'rank_units', 'LowRank',
+           'is_transposed', 'rank_obstacle', 'watch_calls', 'find_obstacles', 'RankUnit', 'rank_units', 'LowRank',
            'never_factorized', 'LowRankInPlan', 'TwoLayers', 'thin_layers', 'thin_weights', 'in_two', 'split_unit',
            'swap_modules', 'AppliedRanks', 'factorize']
 
 # %% ../../nbs/methods/12_lowrank.ipynb #d491206b
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-import warnings
 
 import torch
 from fastcore.basics import patch
@@ -311,7 +311,7 @@ def _fit_together(first:nn.Module, other:nn.Module)->bool:
     if type(first) is not type(other): return False
     return same_way(other, first, "weight") or is_transposed(other, first)
 
-def obstacle(
+def rank_obstacle(
     unit:Unit, # what to compress
 )->str|None:   # reason, or None
     """Why two layers cannot stand for `unit`, as far as it can be told from the layer itself
@@ -457,7 +457,7 @@ def rank_units(
     reasons = find_obstacles(model, units, sample)
     found = []
     for unit in units:
-        why = obstacle(unit) or reasons.get(unit.name)
+        why = rank_obstacle(unit) or reasons.get(unit.name)
         found.append(RankUnit(unit.name, unit.modules, unit.attr, unit.members, why))
     return found
 
@@ -530,7 +530,7 @@ def never_factorized(
     str|None
         reason, or None
     """
-    why = unit.in_the_way if isinstance(unit, RankUnit) else obstacle(unit)
+    why = unit.in_the_way if isinstance(unit, RankUnit) else rank_obstacle(unit)
     if why: return why
     size = matrix_size(unit)
     if size.pct_removed(1) > 0: return None

@@ -39,8 +39,8 @@ from fasterai_sens.measure.learner import (
     falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
 )
 from ..measure.loop import check_baseline, evaluate, ticker
+from ..measure.norms import Recalibrated, reestimate_norms
 from ..plans.baselines import check_reach, scale_to_mean
-from ..plans.norms import Recalibrated, reestimate_norms
 from ..plans.sizes import Steps, check_measured, is_measured, levels_of
 from ..plans.degradation import check_drop, slack
 from .sparsify_callback import SparsifyCallback
