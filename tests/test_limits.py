@@ -6,7 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from fasterai_sens import LayerTargets, SweepResult, allocate, erk, global_magnitude, lamp, uniform
+from fasterai_sens import (
+    LayerTargets,
+    SweepResult,
+    allocate,
+    analyze_degradation,
+    compress_to_size,
+    compress_with_layer_sensitivity,
+    erk,
+    global_magnitude,
+    lamp,
+    search_plan,
+    search_targets,
+    uniform,
+)
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.limits import LayerLimits, LimitReader, only_layers, read_limits
 from fasterai_sens.core.results import LayerSensitivity, SensitivityResult
@@ -37,12 +50,29 @@ def of_plan(plan, **limits):
     return lambda **limits: plan(toy(), 35, **limits)
 
 
+def spread(model):
+    """A metric that every change moves."""
+    with torch.no_grad(): return -float((model(x) - toy()(x)).abs().mean())
+
+
+def smaller(limits):
+    """A size that leaves something to decide."""
+    return 65 if {"locked", "bounds"} & set(limits) else 80
+
+
 doors = {   # entry point -> limits -> layer name -> percent
     **{plan.__name__: of_plan(plan) for plan in (uniform, global_magnitude, erk, lamp)},
     "one level": lambda **limits: swept()[1].to_layer_targets(toy(), 35, **limits),
     "sweep": lambda **limits: swept().to_layer_targets(toy(), 35, **limits),
     "allocate": lambda **limits: allocate(swept(), "65%" if {"locked", "bounds"} & set(limits) else "80%", model=toy(), verbose=False, **limits).sparsity,
+    "search_targets": lambda **limits: search_targets(toy(), x[:1], spread, 35, evaluations=40, verbose=False, **limits).plan,
+    "search_plan": lambda **limits: search_plan(toy(), x[:1], spread, swept(), f"{smaller(limits)}%", evaluations=15, verbose=False, **limits).plan.sparsity,
+    "size": lambda **limits: compress_to_size(toy(), x[:1], smaller(limits), "sparsity", cost="params", verbose=False, **limits).plan,
+    "size by curves": lambda **limits: compress_to_size(toy(), x[:1], smaller(limits), "sparsity", cost="params", plan=swept(), verbose=False, **limits).plan,
+    "degradation": lambda **limits: analyze_degradation(toy(), x[:1], spread, [smaller(limits)], "sparsity", cost="params", runs=0, verbose=False, **limits)[0].plan,
+    "sensitivities": lambda **limits: compress_with_layer_sensitivity(toy(), x[:1], swept(), 35, verbose=False, **limits).plan,
 }
+of_mean = [plan for name, plan in doors.items() if name in ("uniform", "global_magnitude", "erk", "lamp", "one level", "sweep", "search_targets")]
 every_door = pytest.mark.parametrize("plan", doors.values(), ids=doors)
 
 
@@ -129,14 +159,14 @@ def test_refused(plan, limits, error, text):
         plan(**limits)
 
 
-@pytest.mark.parametrize("plan", [doors[name] for name in doors if name != "allocate"])
+@pytest.mark.parametrize("plan", of_mean)
 def test_bounds_for_all_and_the_shorthand_exclude_each_other(plan):
     with pytest.raises(ValueError, match="is for all layers; leave the least and the most for any layer out"):
         plan(bounds=(0, 60), max_pct=70)
     assert plan(bounds={"4": (0, 80)}, max_pct=50)["2"] <= 50
 
 
-@pytest.mark.parametrize("plan", [doors[name] for name in doors if name != "allocate"])
+@pytest.mark.parametrize("plan", of_mean)
 def test_out_of_reach_says_why(plan):
     with pytest.raises(ValueError, match="0, 2 are locked; between"):
         plan(locked=["0", "2"], max_pct=50)
@@ -194,3 +224,32 @@ def test_only_layers_leaves_the_result_as_it_was():
     assert part.names == ["0", "4"] and sweep.names == ["0", "2", "4"] and part.levels == sweep.levels
     assert only_layers(sweep) is sweep
     assert np.array_equal([row.delta for row in part[1].layers], [row.delta for row in sweep[1].layers if row.name != "2"])
+
+
+@pytest.mark.parametrize("plan", [None, swept("quantization", [8, 6, 4, 2])], ids=["alike", "by curves"])
+def test_sizes_in_bits(plan):
+    """Bits that are locked or bounded stay there, at every size; what is left as it is has none."""
+    def bits(size, **limits): return compress_to_size(toy(), x[:1], size, "quantization", plan=plan, verbose=False, **limits).plan
+    assert bits(35, locked={"2": 8})["2"] == 8
+    assert "2" not in bits(60, locked="2")
+    assert all(4 <= b <= 8 for b in bits(40, bounds=(4, 8)).values())
+    assert bits(40, bounds={"0": (6, 8)})["0"] in (6, 7, 8)
+    with pytest.raises(ValueError, match="bits"): bits(40, locked={"2": 40})
+    with pytest.raises(ValueError, match="out of reach"): bits(10, bounds=(8, 16))
+
+
+def test_channels_that_are_locked():
+    """Channels of a locked layer stay, a layer that cannot be pruned may be locked as it is, and at no other level."""
+    def channels(**limits): return compress_to_size(toy(), x[:1], 60, "pruning", verbose=False, **limits)
+    assert channels(locked="0").plan.get("0", 0) == 0 and channels(locked="0").model[0].out_features == 10
+    assert channels(locked={"0": 30}).model[0].out_features == 7
+    assert channels(bounds={"2": (0, 20)}).model[2].out_features >= 8
+    assert channels(locked="4").plan
+    with pytest.raises(ValueError, match="4 cannot be compressed"): channels(locked={"4": 50})
+
+
+def test_the_least_is_done_even_where_nothing_is_needed():
+    """A size that the model has already still gets what was locked at a level."""
+    found = compress_to_size(toy(), x[:1], 100, "sparsity", cost="params", locked={"2": 50}, verbose=False)
+    assert found.plan == {"2": 50} and found.size < found.dense_size
+    assert compress_to_size(toy(), x[:1], 100, "sparsity", cost="params", verbose=False).plan == {}

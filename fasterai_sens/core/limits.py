@@ -160,6 +160,31 @@ def ends(self:LayerLimits,
     return np.array(low, float), np.array(high, float)
 
 @patch
+def asked(self:LayerLimits,
+    names,      # of layers
+    method:str, # that would act
+)->dict:        # layer name -> the mildest level it may have, where something is said of it
+    """What is asked of these layers at least; nothing of those that are left as they are
+
+    Parameters
+    ----------
+    names
+        of layers
+    method : str
+        that would act
+
+    Returns
+    -------
+    dict
+        layer name -> the mildest level it may have, where something is said of it
+    """
+    found = {}
+    for name in names:
+        pair = self.layers.get(name, {}).get(method)
+        if pair: found[name] = pair[0] if scale_of(method).rises else pair[1]
+    return found
+
+@patch
 def why(self:LayerLimits)->str:
     "What is in the way, in words; nothing if nothing was said"
     if not self.locked: return "there are bounds" if self.layers else ""

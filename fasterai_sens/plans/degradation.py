@@ -624,6 +624,9 @@ def analyze_degradation(
     metric_name:str="accuracy", # for display
     max_pct=None,         # most for any layer, if the plan is made from sensitivities in percent; None: 90
     layers=None,          # names of layers to compress; None: all
+    layer_types=None,     # a module class, or several in a list; None: all
+    locked=None,          # names of layers that stay as they are, or layer name -> level that it gets
+    bounds=None,          # (low, high) for all layers, or layer name -> that
     criteria=None,        # which weights or channels go, for methods that rank; None: `large_final`
     granularity=None,     # sparsity: block size; None: "weight"
     calibration_data=None, # for criteria that use data
@@ -663,6 +666,12 @@ def analyze_degradation(
         most for any layer, if the plan is made from sensitivities in percent; None: 90
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : default None
+        names of layers that stay as they are, or layer name -> level that it gets
+    bounds : default None
+        (low, high) for all layers, or layer name -> that
     criteria : default None
         which weights or channels go, for methods that rank; None: `large_final`
     granularity : default None
@@ -685,13 +694,14 @@ def analyze_degradation(
     check_training(eval_fn, [methods[compression]] if compression in methods else [])
     options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
     with slow_bar(verbose=verbose, text="finding plans"):
-        steps = find_steps(model, sample, compression, cost, layers, plan, **options)
+        steps = find_steps(model, sample, compression, cost, layers, plan, layer_types=layer_types, **options)
+        steps.limit(locked, bounds)
         dense = steps.size({}, cost)
         find = planner(steps, cost, plan, max_pct)
         plans = {target: find(target)[0] for target in check_sizes(sizes, dense, absolute)}
     around = untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
-    everything = layers is None
+    everything = layers is None and layer_types is None and locked is None and bounds is None
     base, points = measure_sizes(
         steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything)
     settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None)

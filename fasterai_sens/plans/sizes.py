@@ -34,6 +34,7 @@ from ..core.sweeps import SweepResult
 from ..core.plans import BitPlan, LayerTargets, Plan, check_method
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, filters_first, find_units, target_units
+from ..core.limits import read_limits, tied_names
 from ..methods.criteria import bind, large_final
 from ..methods.sparsify import Sparse, drop_weights, n_dropped
 from ..methods.quantize import Quantized, packed_bytes, plan_bytes, quantize_model
@@ -79,6 +80,8 @@ class Steps:
         one example input
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
     measured : default ()
         settings of the sensitivities that plans come from, if they do
     criteria : default large_final
@@ -97,6 +100,7 @@ class Steps:
         model:nn.Module,  # to be made smaller
         sample,           # one example input
         layers=None,      # names of layers to compress; None: all
+        layer_types=None, # a module class, or several in a list; None: all
         *, measured=(),   # settings of the sensitivities that plans come from, if they do
         criteria=large_final, # which weights or channels matter, for methods that rank them
         calibration_data=None, # for methods and criteria that use data
@@ -108,7 +112,8 @@ class Steps:
         self.data = dict(criteria=criteria, calibration_data=calibration_data)
         self.options = options
         self.settings = kind.options_from(dict(measured)) | options
-        self.prepare(find_units(model, layers)[0])
+        self.limits = dict(locked=None, bounds=None)   # as the user gave them, see `limit`
+        self.prepare(find_units(model, layers, layer_types)[0])
     @cached_property
     def applier(self)->Applier:
         "What carries plans out on the model, and counts"
@@ -199,6 +204,7 @@ def take(self:Steps,
         layer name -> why it cannot be compressed
     """
     self.units, self.n, self.refused = units, np.array(n), refused
+    self.least, self.most = np.zeros_like(self.n), self.n.copy()   # steps that a path may take, see `limit`
     if units: return
     kind = type(self.model).__name__
     reasons = [f"{name}: {why}" for name, why in refused.items()]
@@ -383,6 +389,58 @@ def one_level(self:Steps,
     if len(found) > 1: raise ValueError(f"{', '.join(names)} lose the same channels, but their targets differ")
     return found.pop()
 
+# %% ../../nbs/plans/11_sizes.ipynb #6ac0cec1
+@patch
+def limit(self:Steps,
+    locked=None, # as in `compress_to_size`
+    bounds=None, # as in `compress_to_size`
+):
+    """Keep to what the user decided. Raises TypeError, ValueError or KeyError for what cannot be read
+
+    Parameters
+    ----------
+    locked : default None
+        as in `compress_to_size`
+    bounds : default None
+        as in `compress_to_size`
+    """
+    if locked is None and bounds is None: return
+    self.least, self.most = self.ends(locked, bounds)
+    self.limits = dict(locked=locked, bounds=bounds)
+
+@patch
+def ends(self:Steps,
+    locked, # as the user gave it
+    bounds, # as the user gave it
+)->tuple:   # least and most steps of each unit, arrays
+    """Between which steps a path goes
+
+    Parameters
+    ----------
+    locked
+        as the user gave it
+    bounds
+        as the user gave it
+
+    Returns
+    -------
+    tuple
+        least and most steps of each unit, arrays
+    """
+    layers = [layer for unit in self.units for layer in unit.layers]
+    known = tied_names(layers) | {name: name for name in self.refused}
+    limits = read_limits(self.compression, known, locked=locked, bounds=bounds, model=self.model)
+    self.check_named(limits.asked(self.refused, self.compression))
+    mild, harsh = [], []
+    for unit in self.units:
+        names = [known[layer.name] for layer in unit.layers]
+        pair = self.as_is, self.harshest
+        if limits.pairs(names, self.compression): pair = limits.range_of(names, self.compression)
+        low, high = sorted(pair or (self.as_is, self.as_is), reverse=not self.scale.rises)
+        mild.append(low)
+        harsh.append(high)
+    return self.counts(np.array(mild, float)), self.counts(np.array(harsh, float))
+
 # %% ../../nbs/plans/11_sizes.ipynb #1541082e
 @patch
 def whole_plan(self:Steps,
@@ -484,6 +542,8 @@ class LadderSteps(Steps):
         one example input
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
     measured : default ()
         settings of the sensitivities that plans come from, if they do
     criteria : default large_final
@@ -688,6 +748,7 @@ def find_steps(
     cost:str="bytes",  # "bytes", "params" or "flops"
     layers=None,       # names of layers; None: all
     plan=None,         # as for `compress_to_size`; of sensitivities the options count
+    *, layer_types=None, # a module class, or several in a list; None: all
     **options,         # criteria, granularity, calibration_data; None: not given
 )->Steps:
     """The steps of one method
@@ -708,6 +769,8 @@ def find_steps(
         names of layers; None: all
     plan : default None
         as for `compress_to_size`; of sensitivities the options count
+    layer_types : default None
+        a module class, or several in a list; None: all
     **options
         criteria, granularity, calibration_data; None: not given
 
@@ -725,7 +788,7 @@ def find_steps(
     measured = {}
     if is_measured(plan) and levels_of(plan)[0].compression_type == compression: measured = levels_of(plan)[0].settings
     make = steps_of(compression)
-    return make(methods[compression], model, sample, layers, measured=measured, **given)
+    return make(methods[compression], model, sample, layers, layer_types, measured=measured, **given)
 
 # %% ../../nbs/plans/11_sizes.ipynb #6bac2d0e
 class SparseSteps(Steps):
@@ -741,6 +804,8 @@ class SparseSteps(Steps):
         one example input
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
     measured : default ()
         settings of the sensitivities that plans come from, if they do
     criteria : default large_final
@@ -861,6 +926,8 @@ class PrunedSteps(Steps):
         one example input
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
     measured : default ()
         settings of the sensitivities that plans come from, if they do
     criteria : default large_final
@@ -939,6 +1006,8 @@ class QuantizedSteps(LadderSteps):
         one example input
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
     measured : default ()
         settings of the sensitivities that plans come from, if they do
     criteria : default large_final
@@ -1350,7 +1419,7 @@ def solve(self:LadderSteps,
     -------
     LayerTargets
     """
-    data = dict(self.data)
+    data = self.data | self.limits
     if "criteria" not in self.settings: data["criteria"] = None
     plan = allocate(result, budget, cost, model=self.model, sample=self.sample, verbose=False, **data)
     return plan[self.compression]
@@ -1372,7 +1441,7 @@ def solve(self:QuantizedSteps, result, cost, budget)->BitPlan:
     -------
     BitPlan
     """
-    return result.to_bit_plan(self.model, target_bytes=budget)
+    return result.to_bit_plan(self.model, target_bytes=budget, **self.limits)
 
 # %% ../../nbs/plans/11_sizes.ipynb #0407b060
 def planner(
@@ -1413,10 +1482,11 @@ def planner(
     else:
         path = find_path(steps, plan, 90 if max_pct is None else max_pct)
         @cache
-        def counts(i): return steps.counts(path(i/fine))
+        def counts(i): return np.clip(steps.counts(path(i/fine)), steps.least, steps.most)
         def find(budget): return fit(steps, counts, cost, budget)
-    nothing = LayerTargets({}, steps.scale.unit, steps.compression)
-    def plan_for(budget): return (nothing, 0) if dense <= budget else find(budget)
+    mildest = steps.plan(steps.least)
+    largest = steps.size(mildest, cost) if mildest else dense
+    def plan_for(budget): return (mildest, 0) if largest <= budget else find(budget)
     return plan_for
 
 # %% ../../nbs/plans/11_sizes.ipynb #b9bfd457
@@ -1541,6 +1611,9 @@ def compress_to_size(
     plan=None,            # None: everything alike; layer name -> level, which is scaled; or sensitivities
     max_pct=None,         # most for any layer, if the plan is made from sensitivities in percent; None: 90
     layers=None,          # names of layers to compress; None: all
+    layer_types=None,     # a module class, or several in a list; None: all
+    locked=None,          # names of layers that stay as they are, or layer name -> level that it gets
+    bounds=None,          # (low, high) for all layers, or layer name -> that
     criteria=None,        # which weights or channels go, for methods that rank; None: `large_final`
     granularity=None,     # sparsity: block size; None: "weight"
     calibration_data=None, # for criteria that use data
@@ -1573,6 +1646,12 @@ def compress_to_size(
         most for any layer, if the plan is made from sensitivities in percent; None: 90
     layers : default None
         names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : default None
+        names of layers that stay as they are, or layer name -> level that it gets
+    bounds : default None
+        (low, high) for all layers, or layer name -> that
     criteria : default None
         which weights or channels go, for methods that rank; None: `large_final`
     granularity : default None
@@ -1592,7 +1671,8 @@ def compress_to_size(
     options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
     with slow_bar(3, verbose, "compressing") as tick:
         own = copy.deepcopy(check_model(model))
-        steps = find_steps(own, sample, compression, cost, layers, plan, **options)
+        steps = find_steps(own, sample, compression, cost, layers, plan, layer_types=layer_types, **options)
+        steps.limit(locked, bounds)
         tick()
         budget = check_size(size, steps.size({}, cost), absolute)
         found, tries = planner(steps, cost, plan, max_pct)(budget)
@@ -1610,6 +1690,10 @@ def compress_with_layer_sensitivity(
     max_pct=90,           # most for any layer, percent
     gamma=None,           # for one level: larger spreads the targets further; None: as in `to_layer_targets`
     by=None,              # damage to the "metric" or the "objective"; None: the objective if it was recorded
+    layers=None,          # names of layers to compress; None: all
+    layer_types=None,     # a module class, or several in a list; None: all
+    locked=None,          # names of layers that stay as they are, or layer name -> percent that it gets
+    bounds=None,          # (low, high) in percent for all layers, or layer name -> that
     criteria=None,        # as in `compress_to_size`
     granularity=None,     # as in `compress_to_size`
     calibration_data=None, # for criteria that use data
@@ -1638,6 +1722,14 @@ def compress_with_layer_sensitivity(
         for one level: larger spreads the targets further; None: as in `to_layer_targets`
     by : default None
         damage to the "metric" or the "objective"; None: the objective if it was recorded
+    layers : default None
+        names of layers to compress; None: all
+    layer_types : default None
+        a module class, or several in a list; None: all
+    locked : default None
+        names of layers that stay as they are, or layer name -> percent that it gets
+    bounds : default None
+        (low, high) in percent for all layers, or layer name -> that
     criteria : default None
         as in `compress_to_size`
     granularity : default None
@@ -1659,7 +1751,8 @@ def compress_with_layer_sensitivity(
     if gamma is not None and isinstance(result, SweepResult):
         raise ValueError("gamma is for sensitivities at one level; a sweep is solved on its whole curves, leave it out")
     spread = {} if gamma is None else dict(gamma=gamma)
-    targets = result.to_layer_targets(model, target_pct, min_pct, max_pct, by=by, **spread)
+    which = dict(layers=layers, layer_types=layer_types, locked=locked, bounds=bounds)
+    targets = result.to_layer_targets(model, target_pct, min_pct, max_pct, by=by, **which, **spread)
     compression = levels_of(result)[0].compression_type
     warn_if_judged_otherwise(levels_of(result), recalibrate)
     options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
