@@ -258,7 +258,7 @@ def _run(self:SensitivityAnalyzer,
 def _recalibrated(self:SensitivityAnalyzer,
     data, # as the user gave it
 )->Callable: # model -> number or per-sample scores, or a pair with the objective
-    "The evaluation with batch-norm statistics estimated anew; what compares outputs still does so with the model as it is"
+    "The evaluation with statistics estimated anew; what compares outputs does so with the model as it is"
     device = self.units[0].weight.device
     around = recalibrating(data, self.sample, device)
     with around(self.model): pass   # raises if it cannot be done
