@@ -3,7 +3,7 @@
     python tests/mutants.py --rooms core plans measure --n 60
 
 A mutation changes an operator, a comparison, a number, a condition or an argument of one exported cell, in a copy of the project.
-It is killed if the cell's notebook fails, or any test file that names something of the module, within `--seconds`. Equivalent
+It is killed if the cell's notebook fails, or one of the `--tests` test files that name most of its module, within `--seconds`. Equivalent
 mutations (that change nothing anyone could see) count as survivors, so the share is a lower bound; the survivors are printed.
 """
 import argparse
@@ -71,13 +71,15 @@ def mutants(rooms):
                     yield book.relative_to(root), i, changed, text.splitlines()[line].strip(), changed.splitlines()[line].strip()
 
 
-def tests_of(module):
-    """Test files that name something public of a module, small ones first."""
+def tests_of(module, n):
+    """The `n` test files that name most often something public of a module, those that take seconds first."""
     found = re.search(r"__all__ = \[(.*?)\]", (root / "fasterai_sens" / f"{module.replace('.', '/')}.py").read_text(), re.S)
     names = re.findall(r"'(\w+)'", found[1]) if found else []
-    pattern = re.compile(rf"\b({'|'.join(names)})\b") if names else re.compile(r"(?!)")
-    hits = [p for p in (root / "tests").glob("test_*.py") if pattern.search(p.read_text()) and p.name not in ("test_structure.py", "test_readme.py")]
-    return sorted(hits, key=lambda p: p.stat().st_size)
+    if not names: return []
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    counts = {p: len(pattern.findall(p.read_text())) for p in (root / "tests").glob("test_*.py") if p.name not in ("test_structure.py", "test_readme.py")}
+    most = sorted((p for p in counts if counts[p]), key=counts.get)[-n:]
+    return sorted(most, key=lambda p: p.stat().st_size)
 
 
 def in_package(text, cell_id, source, changed):
@@ -97,7 +99,7 @@ def fails(copy, seconds, *command):
     except subprocess.TimeoutExpired: return True
 
 
-def killed_by(copy, book, cell, changed, seconds):
+def killed_by(copy, book, cell, changed, seconds, n_tests):
     """What fails with the mutated cell: its notebook, the tests that name something of its module, or nothing."""
     path, content = copy / book, json.loads((copy / book).read_text())
     source = "".join(content["cells"][cell]["source"])
@@ -107,7 +109,7 @@ def killed_by(copy, book, cell, changed, seconds):
     generated.write_text(in_package(kept[generated], content["cells"][cell]["id"], source, changed))
     content["cells"][cell]["source"] = changed.splitlines(keepends=True)
     path.write_text(json.dumps(content))
-    tests = [f"tests/{test.name}" for test in tests_of(module)]
+    tests = [f"tests/{test.name}" for test in tests_of(module, n_tests)]
     try:
         if fails(copy, seconds, "-c", f"import sys; from nbdev.test import test_nb; sys.exit(not test_nb('{book}')[0])"): return "notebook"
         if tests and fails(copy, seconds, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests): return "tests"
@@ -122,6 +124,7 @@ def main():
     parse.add_argument("--n", type=int, default=60, help="mutants, drawn at random")
     parse.add_argument("--seed", type=int, default=0)
     parse.add_argument("--seconds", type=int, default=600, help="most for one notebook or test file")
+    parse.add_argument("--tests", type=int, default=4, help="most test files for one mutant, those that name its module most")
     args = parse.parse_args()
     everything = list(mutants(args.rooms))
     drawn = random.Random(args.seed).sample(everything, min(args.n, len(everything)))
@@ -131,7 +134,7 @@ def main():
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".ipynb_checkpoints"))
         (copy / ".venv").symlink_to(root / ".venv")
         for n, (book, cell, changed, old, new) in enumerate(drawn, 1):
-            by = killed_by(copy, book, cell, changed, args.seconds)
+            by = killed_by(copy, book, cell, changed, args.seconds, args.tests)
             killed += by is not None
             print(f"{n:3}/{len(drawn)} {by or 'SURVIVED':20} {book} cell {cell}\n      - {old}\n      + {new}", flush=True)
     print(f"{killed} of {len(drawn)} killed ({100*killed/len(drawn):.0f} %), drawn from {len(everything)} in {', '.join(args.rooms)}")
