@@ -46,7 +46,7 @@ def methods_of(cls):
     """The public methods of a class that are functions of this package, inherited ones too, by name."""
     for name, method in inspect.getmembers(cls, inspect.isroutine):
         method = getattr(method, "__func__", method)   # of a class method
-        is_ours = (getattr(method, "__module__", "") or "").startswith("fasterai_sens.")
+        is_ours = inspect.isfunction(method) and method.__module__.startswith("fasterai_sens.")   # no property, which is a routine from 3.13
         if is_ours and (not name.startswith("_") or name == "__call__"): yield f"{cls.__name__}.{name}", method
 
 
@@ -94,8 +94,8 @@ def test_help_of_modules(path):
 def test_help_costs_nothing_at_import():
     """It stands in the files: what a function says of itself is what its file says, and nothing is imported to make it."""
     tree = ast.parse((root / "fasterai_sens" / "plans" / "allocate.py").read_text())
-    in_file = {n.name: ast.get_docstring(n, clean=False) for n in tree.body if isinstance(n, ast.FunctionDef)}
-    assert in_file["allocate"] == fasterai_sens.allocate.__doc__ and "Parameters\n" in in_file["allocate"]
+    in_file = {n.name: ast.get_docstring(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert in_file["allocate"] == inspect.getdoc(fasterai_sens.allocate) and "Parameters\n" in in_file["allocate"]
     code = "import sys, fasterai_sens; print(*[m for m in sys.modules if m.split('.')[0] in ('fasterai_sens', 'nbdev', 'export_steps')])"
     imported = set(subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout.split())
     rooms = {"fasterai_sens", *(f"fasterai_sens.{p.parent.name}" for p in modules)}
