@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from tasks import fit, scores, tasks
 
-from fasterai_sens import Compressor, FineTuned, SensitivityAnalyzer, evaluation, leave_no_trace, reestimate_norms, search_plan
+from fasterai_sens import Applier, FineTuned, SensitivityAnalyzer, evaluation, leave_no_trace, reestimate_norms, search_plan
 
 levels = {"pruning": (10, 20, 30, 40, 50, 60, 70, 80, 90), "sparsity": (30, 50, 70, 80, 90, 95, 98), "quantization": (8, 6, 5, 4, 3, 2)}
 every = list(itertools.combinations(levels, 2))
@@ -64,9 +64,9 @@ def rows_of(name, seed, args):
             plans = dict(r.plans)
             if cost == "flops": plans["tuned search"] = search(FineTuned(partial(train, task), eval_fn), evaluations=2*len(sweeps["pruning"].names) + 3).plans["search"]
             print(f"  {cost} {pct:g} %: {r.evaluations} evaluations, {perf_counter() - start:.0f} s; accuracy predicted {r.predicted_metric:.4f}, measured {r.measured_metric:.4f}", flush=True)
-            compressor = Compressor(task.model, x[:1], methods, settings=r.settings)
+            applier = Applier(task.model, x[:1], methods, settings=r.settings)
             for plan_name, plan in plans.items():
-                with leave_no_trace(task.model), compressor(plan):
+                with leave_no_trace(task.model), applier(plan):
                     if spare is not None: reestimate_norms(task.model, spare)
                     row = dict(task=name, seed=seed, budget=f"{pct:g} % of {cost}", plan=plan_name, accuracy=score(task.model, task))
                 yield row | (dict(tuned=fine_tuned(task, plan, x[:1], seed, spare)) if cost == "flops" else {}) | {f"{cost} %": 100*plan.costs[cost]/plan.whole[cost]}

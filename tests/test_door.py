@@ -440,8 +440,8 @@ def test_plans_drop_filters_with_their_bias():
     sweep = SensitivityAnalyzer(model, x[:1], lambda m: F.cross_entropy(m(x), y, reduction="none"), higher_is_better=False).sweep(
         levels=[25, 50, 75], granularity="filter", verbose=False)
     plan = allocate(sweep, "60%", model=model, sample=x[:1])
-    compressor = Applier(model, x[:1], ("sparsity",), settings=plan.settings)
-    with compressor(plan), torch.no_grad(): tried, biases = model(x), [int((m.bias == 0).sum()) for m in (model.conv, model.fc1, model.fc2)]
+    applier = Applier(model, x[:1], ("sparsity",), settings=plan.settings)
+    with applier(plan), torch.no_grad(): tried, biases = model(x), [int((m.bias == 0).sum()) for m in (model.conv, model.fc1, model.fc2)]
     plan.apply(model)
     assert sum(biases) > 0 and torch.equal(model(x), tried)
 

@@ -50,9 +50,9 @@ def test_what_it_promises(small, which, budget, tmp_path):
     assert r.ranking[0]["plan"] == r.plan_name and r.plan == r.plans[r.plan_name]
     assert all(row[n] <= b*(1 + 1e-9) for row in r.ranking for n, b in r.budgets.items())
     assert r.measured_metric == min(row["metric"] for row in r.ranking)
-    compressor = Applier(model, images[:1], settings=r.plan.settings)
+    applier = Applier(model, images[:1], settings=r.plan.settings)
     for name, plan in r.plans.items():
-        with compressor(plan):
+        with applier(plan):
             assert float(eval_fn(model).mean()) == pytest.approx(next(row["metric"] for row in r.ranking if row["plan"] == name), rel=1e-5, abs=1e-9)
     r.to_json(tmp_path/"r.json")
     assert SearchResult.from_json(tmp_path/"r.json") == r
@@ -63,9 +63,9 @@ def test_predicted_is_the_sum_of_what_each_layer_does_alone(small):
     """Recomputed with one layer at a time."""
     model, images, sweeps, eval_fn = small
     r = search_plan(model, images[:1], eval_fn, sweeps[2], {"bytes": "20%"}, verbose=False)
-    compressor, alone = Applier(model, images[:1], settings=r.plan.settings), 0.
+    applier, alone = Applier(model, images[:1], settings=r.plan.settings), 0.
     for n, b in r.plan.quantization.items():
-        with compressor(type(r.plan)(quantization=type(r.plan.quantization)({n: b}))):
+        with applier(type(r.plan)(quantization=type(r.plan.quantization)({n: b}))):
             alone += float(eval_fn(model).mean())
     assert r.predicted_metric == pytest.approx(alone, rel=1e-5)
     assert r.interaction_gap == pytest.approx(r.measured_metric - alone, rel=1e-4)

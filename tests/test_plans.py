@@ -58,7 +58,7 @@ def made_up(model, method, rng, names=None):
 
 def best_of_all(model, sweeps, budgets, pairs=frozenset()):
     """The least damage of all choices within the budgets, counted one by one."""
-    compressor, every = Applier(model, x), choices(by_method(sweeps)[0], LayerLimits(), pairs, "metric")
+    applier, every = Applier(model, x), choices(by_method(sweeps)[0], LayerLimits(), pairs, "metric")
     best = math.inf
     for picked in itertools.product(*(range(len(c.levels)) for c in every)):
         chosen = [(c, c.levels[i]) for c, i in zip(every, picked, strict=True)]
@@ -67,7 +67,7 @@ def best_of_all(model, sweeps, budgets, pairs=frozenset()):
             continue
         harm = sum(c.damage[i] for c, i in zip(every, picked, strict=True))
         if harm < best:
-            costs = compressor.costs(planned(chosen), tuple(budgets))
+            costs = applier.costs(planned(chosen), tuple(budgets))
             if all(costs[n] <= b for n, b in budgets.items()):
                 best = harm
     return best
@@ -217,12 +217,12 @@ def test_dropped_weights_are_counted_as_they_are(granularity):
     """Blocks and patterns: what is counted is what is zero."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8*16, 4))
     image = torch.randn(1, 4, 6, 6, generator=g)
-    compressor = Applier(model, image, ("sparsity",), settings={"sparsity": {"granularity": granularity}})
+    applier = Applier(model, image, ("sparsity",), settings={"sparsity": {"granularity": granularity}})
     plan = Plan(sparsity=LayerTargets({"0": 40, "2": 50}))
-    with compressor(plan):
+    with applier(plan):
         left = sum(int((p != 0).sum()) for p in model.parameters())
         macs = int((model[0].weight != 0).sum())*16 + int((model[2].weight != 0).sum())
-    assert compressor.costs(plan, ("params", "flops")) == {"params": left, "flops": macs}
+    assert applier.costs(plan, ("params", "flops")) == {"params": left, "flops": macs}
 
 
 def test_bytes_are_those_of_quantize_model():
@@ -236,12 +236,12 @@ def test_bytes_are_those_of_quantize_model():
 def test_left_alone_after_an_exception():
     """Whatever happens inside the block, the model comes back."""
     model = toy()
-    before, compressor = fingerprint(model), Applier(model, x)
+    before, applier = fingerprint(model), Applier(model, x)
     plan = Plan(pruning={"0": 50}, sparsity={"2": 50}, quantization={"4": 4})
-    with pytest.raises(KeyboardInterrupt), compressor(plan):
+    with pytest.raises(KeyboardInterrupt), applier(plan):
         raise KeyboardInterrupt
     for bad in (Plan(pruning={"4": 50}), Plan(sparsity=LayerTargets({"nope": 5}))):
-        with pytest.raises(KeyError), compressor(bad):
+        with pytest.raises(KeyError), applier(bad):
             pass
     assert changes(before, fingerprint(model)) == []
 
@@ -389,18 +389,18 @@ def test_smaller_steps_where_large_ones_find_no_way(monkeypatch):
     """A step that cannot be taken is halved, and steps grow again; the budget is met, or None is returned after an eighth."""
     model, images = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)), x
     sweep = made_up(model, "pruning", np.random.default_rng(0), ["0", "2"])
-    problem, budgets, compressor, *_ = plans.set_up(sweep, "55%", "params", (), None, (), None, model, images[:1], None, large_final, None)
+    problem, budgets, applier, *_ = plans.set_up(sweep, "55%", "params", (), None, (), None, model, images[:1], None, large_final, None)
     really, asked = plans.choose_around, []
     def steep(damage, choices, picked, ask, *rest, **kwargs):
         asked.append(ask["params"])
-        now = compressor.costs(planned([(c, c.levels[i]) for c, i in zip(choices, picked, strict=True)]), ("params",))["params"]
+        now = applier.costs(planned([(c, c.levels[i]) for c, i in zip(choices, picked, strict=True)]), ("params",))["params"]
         return None if ask["params"] < limit*now else really(damage, choices, picked, ask, *rest, **kwargs)
     monkeypatch.setattr(plans, "choose_around", steep)
     limit = .8   # of the cost, in one step
-    picked = plans.stepwise(problem, budgets, compressor)
-    assert compressor.costs(planned(problem.options(picked)), ("params",))["params"] <= budgets["params"] and len(asked) > 2
+    picked = plans.stepwise(problem, budgets, applier)
+    assert applier.costs(planned(problem.options(picked)), ("params",))["params"] <= budgets["params"] and len(asked) > 2
     limit, asked[:] = .999, []
-    assert plans.stepwise(problem, budgets, compressor) is None and len(asked) == 4
+    assert plans.stepwise(problem, budgets, applier) is None and len(asked) == 4
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -445,13 +445,13 @@ def test_near_the_best_of_more_plans_than_are_looked_at(seed, monkeypatch):
 def test_channels_are_computed_and_the_plan_is_counted():
     """Hundreds of plans are compared, and channels are really taken out for the trial and for the answer only; with wrong widths all is counted, and the plan is the same."""
     model, x, sweep, _, _ = benchmark().problem(5, 3)
-    compressor = Applier(model, x, ("pruning",))
-    removed, really = [], type(next(iter(compressor.groups.values())).graph).remove
+    applier = Applier(model, x, ("pruning",))
+    removed, really = [], type(next(iter(applier.groups.values())).graph).remove
     def counted(graph, parts):
         removed.append(len(parts))
         return really(graph, parts)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(type(next(iter(compressor.groups.values())).graph), "remove", counted)
+        m.setattr(type(next(iter(applier.groups.values())).graph), "remove", counted)
         plan = allocate(sweep, "50%", "flops", model=model, sample=x)
         proof = len(removed)
         Applier(model, x, ("pruning",))
@@ -459,4 +459,4 @@ def test_channels_are_computed_and_the_plan_is_counted():
         m.setattr(widths, "find_widths", lambda *args: (None, set()))
         slow = allocate(sweep, "50%", "flops", model=model, sample=x)
     assert slow.costs == plan.costs or slow.damage >= plan.damage
-    with compressor(plan): assert plan.costs == {"flops": count_flops_params(model, x, verbose=False)[0]}
+    with applier(plan): assert plan.costs == {"flops": count_flops_params(model, x, verbose=False)[0]}

@@ -17,21 +17,21 @@ costs = ("params", "flops", "bytes")
 
 
 def compressor_of(model, x):
-    """A compressor of a model in evaluation mode."""
+    """A applier of a model in evaluation mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Applier(model.eval(), x)
 
 
-def check_random_plans(compressor, n=3):
+def check_random_plans(applier, n=3):
     """Random levels for channels, alone and with zeros and bits everywhere: what is computed is what is counted."""
-    assert compressor.groups and compressor.widths(costs), "nothing is computed"
+    assert applier.groups and applier.widths(costs), "nothing is computed"
     for seed in range(n):
         rng = np.random.default_rng(seed)
-        pruning = LayerTargets({g: float(rng.choice([0, 10, 30, 50, 70, 90])) for g in compressor.groups})
-        sparsity, bits = (kind({u: number(rng.choice(of)) for u in compressor.units}) for kind, number, of in ((LayerTargets, float, [0, 50, 90]), (BitPlan, int, [2, 3, 4, 8])))
+        pruning = LayerTargets({g: float(rng.choice([0, 10, 30, 50, 70, 90])) for g in applier.groups})
+        sparsity, bits = (kind({u: number(rng.choice(of)) for u in applier.units}) for kind, number, of in ((LayerTargets, float, [0, 50, 90]), (BitPlan, int, [2, 3, 4, 8])))
         for plan in (Plan(pruning=pruning), Plan(pruning=pruning, sparsity=sparsity, quantization=bits)):
-            computed, counted = compressor.costs(plan, costs), compressor.costs(plan, costs, really=True)
+            computed, counted = applier.costs(plan, costs), applier.costs(plan, costs, really=True)
             assert computed == pytest.approx(counted, rel=1e-9), plan
 
 
@@ -98,24 +98,24 @@ class AlongChannels(nn.Module):
         return self.b(x*self.along(x.mean((2, 3)).unsqueeze(1)).transpose(1, 2).unsqueeze(3).sigmoid())
 
 
-def cut_by_hand(compressor, plan, x):
+def cut_by_hand(applier, plan, x):
     """Costs of the network that is really cut, with the counters that users have."""
-    with compressor(plan):
-        return dict(params=sum(p.numel() for p in compressor.model.parameters()), flops=count_flops_params(compressor.model, x, verbose=False)[0], bytes=n_bytes(compressor.model))
+    with applier(plan):
+        return dict(params=sum(p.numel() for p in applier.model.parameters()), flops=count_flops_params(applier.model, x, verbose=False)[0], bytes=n_bytes(applier.model))
 
 
 def test_what_cannot_be_computed_is_counted():
     """A rule of widths that is wrong is found out by one trial, or in the end, and costs are those of the cut network either way."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(1, 3, 8, 8)
-    compressor, plan = compressor_of(model, x), Plan(pruning={"0": 50, "2": 25})
-    before, real = fingerprint(model), cut_by_hand(compressor, plan, x)
-    assert compressor.costs(plan, costs) == real and compressor.holds(plan, costs)
-    widths, _ = compressor.actor("pruning").computer
+    applier, plan = compressor_of(model, x), Plan(pruning={"0": 50, "2": 25})
+    before, real = fingerprint(model), cut_by_hand(applier, plan, x)
+    assert applier.costs(plan, costs) == real and applier.holds(plan, costs)
+    widths, _ = applier.actor("pruning").computer
     widths.each["flops"] *= 1.01   # as if the rule were wrong
-    assert "flops" not in widths.agreed(list(compressor.groups.values()), x)
-    assert compressor.costs(plan, costs) != real and not compressor.holds(plan, costs)
-    assert compressor.costs(plan, costs) == real and compressor.widths(("params",)) is None
+    assert "flops" not in widths.agreed(list(applier.groups.values()), x)
+    assert applier.costs(plan, costs) != real and not applier.holds(plan, costs)
+    assert applier.costs(plan, costs) == real and applier.widths(("params",)) is None
     assert changes(before, fingerprint(model)) == []
 
 
@@ -124,10 +124,10 @@ def test_positions_that_are_channels():
     torch.manual_seed(0)
     x = torch.randn(1, 3, 8, 8)
     groups = [g for g in channel_groups(AlongChannels().eval(), x) if not g.reason]
-    compressor = compressor_of(AlongChannels(), x)
+    applier = compressor_of(AlongChannels(), x)
     for pct in (0, 25, 75):
-        plan = Plan(pruning=dict.fromkeys(compressor.groups, pct))
-        assert compressor.costs(plan, costs) == cut_by_hand(compressor, plan, x)
+        plan = Plan(pruning=dict.fromkeys(applier.groups, pct))
+        assert applier.costs(plan, costs) == cut_by_hand(applier, plan, x)
     if groups: assert find_widths(groups[0].graph.model, x, groups)[1] >= {"params", "bytes"}
 
 

@@ -31,7 +31,7 @@ from ..methods.criteria import as_criterion, large_final
 from .targets import knobs
 from .knapsack import choose
 from .bits import check_bit_sweep
-from .applier import Compressor
+from .applier import Applier
 from fasterai_sens.plans.choices import (
     ChannelCosts, Choice, CostTable, budgets_in_numbers, channel_costs, check_budgets, choices, count_options,
     may_meet, option_costs, option_name, planned
@@ -417,7 +417,7 @@ def choose_around(
     choices:list,    # of `Choice`
     picked:list,     # the present option of each
     budgets:dict,    # cost -> number
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     apart:list,      # from `excluding`
     moves=None,      # most choices that may change; None: all
     gap=None,        # as in `choose`
@@ -436,7 +436,7 @@ def choose_around(
         the present option of each
     budgets : dict
         cost -> number
-    compressor : Compressor
+    applier : Applier
         of the model
     apart : list
         from `excluding`
@@ -454,7 +454,7 @@ def choose_around(
     list|None
         index of an option for each choice
     """
-    costs = costs or option_costs(compressor, choices, picked, tuple(budgets))
+    costs = costs or option_costs(applier, choices, picked, tuple(budgets))
     rises, ask = rises_around(costs, picked, budgets), dict(budgets)
     if moves is not None:
         rises["moves"] = [(np.arange(len(of)) != i).astype(float) for i, of in zip(picked, damage, strict=True)]
@@ -465,7 +465,7 @@ def choose_around(
         try: new = choose(damage, rises, ask, gap, apart)
         except ValueError: return None
         plan = planned([(choice, choice.levels[i]) for choice, i in zip(choices, new, strict=True)])
-        got = compressor.costs(plan, tuple(budgets))
+        got = applier.costs(plan, tuple(budgets))
         if is_within(got, budgets): return new
         for name, budget in budgets.items():
             if not is_within(got, {name: budget}): ask[name] -= 1.001*(got[name] - budget)
@@ -475,7 +475,7 @@ def improve(
     problem:Problem,
     picked:list,     # a choice that keeps to the budgets
     budgets:dict,    # cost -> number
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     rounds:int=6,    # at most
 )->list:             # index of an option for each choice
     """A choice with less damage within the budgets, or the same
@@ -488,7 +488,7 @@ def improve(
         a choice that keeps to the budgets
     budgets : dict
         cost -> number
-    compressor : Compressor
+    applier : Applier
         of the model
     rounds : int, default 6
         at most
@@ -500,7 +500,7 @@ def improve(
     """
     damage = [choice.damage for choice in problem.choices]
     for _ in range(rounds):
-        new = choose_around(damage, problem.choices, picked, budgets, compressor, problem.apart)
+        new = choose_around(damage, problem.choices, picked, budgets, applier, problem.apart)
         if new is None or problem.harm(new) >= problem.harm(picked): return picked
         picked = new
     return picked
@@ -508,7 +508,7 @@ def improve(
 def stepwise(
     problem:Problem,
     budgets:dict,    # cost -> number
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     factor:float=.7, # what a step leaves of the costs
 )->list|None:        # index of an option for each choice; None if not even an eighth of a step leads on
     """From the mildest choice down to the budgets, in equal ratios
@@ -521,7 +521,7 @@ def stepwise(
         a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
-    compressor : Compressor
+    applier : Applier
         of the model
     factor : float, default .7
         what a step leaves of the costs
@@ -533,7 +533,7 @@ def stepwise(
     """
     picked = [0 for _ in problem.choices]
     damage = [choice.damage for choice in problem.choices]
-    start = compressor.costs(planned(problem.options(picked)), tuple(budgets))
+    start = applier.costs(planned(problem.options(picked)), tuple(budgets))
     ratios = {name: min(1., budget/start[name]) for name, budget in budgets.items()}
     longest_way = min(math.log(min(ratios.values())), -1e-9)
     step = whole_step = min(1., math.log(factor)/longest_way)
@@ -544,7 +544,7 @@ def stepwise(
         ask = dict(budgets)   # the last step asks for the budgets themselves
         for name, ratio in ratios.items():
             if ratio < 1 and ahead < 1: ask[name] = start[name]*ratio**ahead
-        new = choose_around(damage, problem.choices, picked, ask, compressor, problem.apart, gap=1e-3)
+        new = choose_around(damage, problem.choices, picked, ask, applier, problem.apart, gap=1e-3)
         if new is None: step /= 2
         else: picked, way, step = new, ahead, min(whole_step, 2*step)
     return picked if way == 1 else None
@@ -737,7 +737,7 @@ def best_within(
     problem:Problem,
     budgets:dict,    # cost -> number
     actual:Callable, # picked options -> what they cost together
-    compressor:Compressor|None, # to count again with; None: savings add up
+    applier:Applier|None, # to count again with; None: savings add up
 )->list:             # index of an option for each choice
     """The best choice within the budgets. Raises ValueError, with what is reachable, if there is none
 
@@ -749,7 +749,7 @@ def best_within(
         cost -> number
     actual : Callable
         picked options -> what they cost together
-    compressor : Compressor|None
+    applier : Applier|None
         to count again with; None: savings add up
 
     Returns
@@ -757,16 +757,16 @@ def best_within(
     list
         index of an option for each choice
     """
-    if compressor is None: return within(problem, budgets, actual)
+    if applier is None: return within(problem, budgets, actual)
     only_groups = all(choice.is_group for choice in problem.choices)
-    channels = channel_costs(compressor, problem.choices, tuple(budgets)) if only_groups else None
+    channels = channel_costs(applier, problem.choices, tuple(budgets)) if only_groups else None
     if channels and channels.n_plans <= most_plans:
         return best_of_all(problem, channels, budgets) or within(problem, budgets, actual)
-    starts = [stepwise(problem, budgets, compressor)]
+    starts = [stepwise(problem, budgets, applier)]
     inside = [name for name in methods if not methods[name].reshapes]
     try: starts.append(within(problem.only(*inside), budgets, actual))
     except ValueError: pass   # not without channels
-    found = [improve(problem, picked, budgets, compressor) for picked in starts if picked]
+    found = [improve(problem, picked, budgets, applier) for picked in starts if picked]
     if not found: found = [within(problem, budgets, actual)]
     if channels: found = [exchange(problem, picked, channels, budgets) for picked in found]
     return min(found, key=problem.harm)
@@ -914,7 +914,7 @@ def check_criteria(
 
 def check_table(
     table:CostTable,   # as the user gave it
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     names:tuple,       # of costs
 ):
     """Raises ValueError for the table of another model
@@ -923,13 +923,13 @@ def check_table(
     ----------
     table : CostTable
         as the user gave it
-    compressor : Compressor
+    applier : Applier
         of the model
     names : tuple
         of costs
     """
     counted = [name for name in names if name != "latency"]
-    for name, now in compressor.costs(Plan(), counted).items():
+    for name, now in applier.costs(Plan(), counted).items():
         then = table.whole.get(name, now)
         if then != now: raise ValueError(f"the table is of another model: {name} {then:,} there")
 
@@ -956,7 +956,7 @@ def prepare(
     sweeps:dict, # method -> `SweepResult`
     names:tuple, # of costs
     model, sample, table, criteria, data, # as in `allocate`
-)->tuple:        # `Compressor`, or None; `CostTable`
+)->tuple:        # `Applier`, or None; `CostTable`
     """What carries plans out, if there is a model, and what options save. Raises ValueError for what is missing
 
     Parameters
@@ -979,7 +979,7 @@ def prepare(
     Returns
     -------
     tuple
-        `Compressor`, or None; `CostTable`
+        `Applier`, or None; `CostTable`
     """
     reshaping = [name for name in sweeps if methods[name].reshapes]
     if model is None:
@@ -998,12 +998,12 @@ def prepare(
                          "is found by running the model")
     check_criteria(sweeps, criteria)
     settings = {name: sweep[0].settings for name, sweep in sweeps.items()}
-    compressor = Compressor(model, sample, tuple(sweeps), settings=settings, criteria=criteria, calibration_data=data)
+    applier = Applier(model, sample, tuple(sweeps), settings=settings, criteria=criteria, calibration_data=data)
     if table is not None:
-        check_table(table, compressor, names)
-        return compressor, table
+        check_table(table, applier, names)
+        return applier, table
     every = choices(sweeps, LayerLimits(), all_pairs(sweeps), "metric")
-    return compressor, count_options(compressor, every, names)
+    return applier, count_options(applier, every, names)
 
 # %% ../../nbs/plans/06_allocate.ipynb #e82de558
 def cost_table(
@@ -1050,7 +1050,7 @@ def set_up(
     sweeps, budget, cost, combine, bounds, locked, by, # as in `allocate`
     model, sample, table, criteria, data, # as in `allocate`
     layers=None, layer_types=None, # as in `allocate`
-)->tuple: # `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans say
+)->tuple: # `Problem`, its budgets in numbers, `Applier` or None, a `SensitivityResult`, what all plans say
     """Everything to plan with. Raises as `allocate` does
 
     Parameters
@@ -1087,8 +1087,7 @@ def set_up(
     Returns
     -------
     tuple
-        `Problem`, its budgets in numbers, `Compressor` or None, a `SensitivityResult`, what all plans
-        say
+        `Problem`, its budgets in numbers, `Applier` or None, a `SensitivityResult`, what all plans say
     """
     sweeps, by = by_method(sweeps, by)
     if criteria is None: criteria = large_final
@@ -1098,7 +1097,7 @@ def set_up(
     known = known_layers([result for sweep in sweeps.values() for result in sweep])
     names = asked_for(known, model, layers, layer_types)
     sweeps = {name: part_of(sweep, names) for name, sweep in sweeps.items()}
-    compressor, table = prepare(sweeps, tuple(budgets), model, sample, table, criteria, data)
+    applier, table = prepare(sweeps, tuple(budgets), model, sample, table, criteria, data)
     for name in budgets:
         if name not in table.whole: raise ValueError(f"the table has no {name}; it has {', '.join(table.whole)}")
     known = known_layers([result for sweep in sweeps.values() for result in sweep])
@@ -1108,7 +1107,7 @@ def set_up(
     settings = {name: sweep[0].settings for name, sweep in sweeps.items()} | {"by": by}
     first = next(iter(sweeps.values()))[0]
     about = dict(whole=problem.whole, budgets=budgets, metric_name=first.metric_name, settings=settings)
-    return problem, budgets, compressor, first, about
+    return problem, budgets, applier, first, about
 
 # %% ../../nbs/plans/06_allocate.ipynb #b4ad6911
 class Counted:
@@ -1120,15 +1119,15 @@ class Counted:
         a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
-    compressor : Compressor|None
+    applier : Applier|None
         of the model; None: savings add up
     """
     def __init__(self,
         problem:Problem,
         budgets:dict,    # cost -> number
-        compressor:Compressor|None, # of the model; None: savings add up
+        applier:Applier|None, # of the model; None: savings add up
     ):
-        self.problem, self.names, self.compressor = problem, tuple(budgets), compressor
+        self.problem, self.names, self.applier = problem, tuple(budgets), applier
         self.known = {}   # picked options -> cost -> of the whole model
     def __call__(self,
         picked:list, # index of an option for each choice
@@ -1163,10 +1162,10 @@ class Counted:
         dict
             cost -> of the whole model
         """
-        if self.compressor is None: return self.add_up(picked)
+        if self.applier is None: return self.add_up(picked)
         plan = planned(self.problem.options(picked))
-        if self.compressor.reshaped(plan): return self.compressor.costs(plan, self.names)
-        costs = self.compressor.costs(plan, [name for name in self.names if name != "latency"])
+        if self.applier.reshaped(plan): return self.applier.costs(plan, self.names)
+        costs = self.applier.costs(plan, [name for name in self.names if name != "latency"])
         if "latency" in self.names: costs["latency"] = self.problem.whole["latency"]
         return costs
     def add_up(self,
@@ -1193,7 +1192,7 @@ class Counted:
 def find_plan(
     problem:Problem,
     budgets:dict, # cost -> number
-    compressor:Compressor|None, # of the model; None: savings add up
+    applier:Applier|None, # of the model; None: savings add up
     first:SensitivityResult,    # one of those it was made from
     about:dict,   # what the plan says beside its targets
 )->Plan:
@@ -1205,7 +1204,7 @@ def find_plan(
         a `Problem`: what there is to choose, and what it saves
     budgets : dict
         cost -> number
-    compressor : Compressor|None
+    applier : Applier|None
         of the model; None: savings add up
     first : SensitivityResult
         one of those it was made from
@@ -1216,13 +1215,13 @@ def find_plan(
     -------
     Plan
     """
-    actual = Counted(problem, budgets, compressor)
+    actual = Counted(problem, budgets, applier)
     has_groups = any(choice.is_group for choice in problem.choices)
-    again = compressor if has_groups and "latency" not in budgets else None
+    again = applier if has_groups and "latency" not in budgets else None
     picked = best_within(problem, budgets, actual, again)
-    if again and not compressor.holds(planned(problem.options(picked)), tuple(budgets)):   # it is counted from now on
-        actual = Counted(problem, budgets, compressor)
-        picked = best_within(problem, budgets, actual, compressor)
+    if again and not applier.holds(planned(problem.options(picked)), tuple(budgets)):   # it is counted from now on
+        actual = Counted(problem, budgets, applier)
+        picked = best_within(problem, budgets, actual, applier)
     lost = sum(choice.metric[i] for choice, i in zip(problem.choices, picked, strict=True))
     if first.higher_is_better: lost = -lost
     predicted = first.baseline_metric + lost

@@ -24,7 +24,7 @@ from ..core.sweeps import SweepResult
 from ..core.plans import Plan
 from ..core.limits import LayerLimits
 from ..methods.widths import Widths
-from .applier import Compressor, cost_rules
+from .applier import Applier, cost_rules
 
 # %% ../../nbs/plans/05_choices.ipynb #163541e9
 def measured_curves(
@@ -336,7 +336,7 @@ class ChannelCosts:
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     choices : list
         of `Choice`; those that are no groups stay at their mildest
@@ -346,13 +346,13 @@ class ChannelCosts:
         of costs
     """
     def __init__(self,
-        compressor:Compressor, # of the model
+        applier:Applier, # of the model
         choices:list, # of `Choice`; those that are no groups stay at their mildest
         widths:Widths, # of the model
         names:tuple,  # of costs
     ):
         self.widths, self.names = widths, names
-        self.counts = [lost_channels(compressor, choice, widths) for choice in choices]
+        self.counts = [lost_channels(applier, choice, widths) for choice in choices]
     @property
     def n_plans(self)->int:
         "How many plans there are"
@@ -400,7 +400,7 @@ class ChannelCosts:
         return [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
 
 def lost_channels(
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     choice:Choice, # a layer, or a group
     widths:Widths, # of the model
 )->np.ndarray:     # `[options, sides + 1]`
@@ -408,7 +408,7 @@ def lost_channels(
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     choice : Choice
         a layer, or a group
@@ -424,11 +424,11 @@ def lost_channels(
     counts = []
     for levels in choice.levels:
         parts = {m: dict.fromkeys(choice.members, levels.get(m, 0)) for m in choice.methods}
-        counts.append(compressor.side_counts(parts))
+        counts.append(applier.side_counts(parts))
     return np.stack(counts)
 
 def channel_costs(
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     choices:list, # of `Choice`
     names:tuple,  # of costs
 )->ChannelCosts|None: # None: they must be counted
@@ -436,7 +436,7 @@ def channel_costs(
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     choices : list
         of `Choice`
@@ -448,12 +448,12 @@ def channel_costs(
     ChannelCosts|None
         None: they must be counted
     """
-    widths = compressor.widths(names)
-    return widths and ChannelCosts(compressor, choices, widths, names)
+    widths = applier.widths(names)
+    return widths and ChannelCosts(applier, choices, widths, names)
 
 # %% ../../nbs/plans/05_choices.ipynb #4a60d6b7
 def costs_inside(
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     now:list,              # pairs of `Choice` and {method: level}, what is in force
     names:tuple,           # of costs
 )->list:                   # for each choice, for each option: cost -> of the whole model; None for groups
@@ -461,7 +461,7 @@ def costs_inside(
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     now : list
         pairs of `Choice` and {method: level}, what is in force
@@ -474,7 +474,7 @@ def costs_inside(
         for each choice, for each option: cost -> of the whole model; None for groups
     """
     plan, found = planned(now), []
-    with compressor.counting(plan, names) as (whole, saved):
+    with applier.counting(plan, names) as (whole, saved):
         total = saved(plan.levels())
         for choice, levels in now:
             if choice.is_group:
@@ -490,7 +490,7 @@ def costs_inside(
     return found
 
 def costs_of_group(
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     now:list,              # pairs of `Choice` and {method: level}, what is in force
     k:int,                 # index of the group
     names:tuple,           # of costs
@@ -499,7 +499,7 @@ def costs_of_group(
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     now : list
         pairs of `Choice` and {method: level}, what is in force
@@ -517,11 +517,11 @@ def costs_of_group(
     found = []
     for option in group.levels:
         plan = planned([*now[:k], (group, option), *now[k+1:]])
-        found.append(compressor.costs(plan, names))
+        found.append(applier.costs(plan, names))
     return found
 
 def option_costs(
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     choices:list,          # of `Choice`
     picked:list,           # an option of each, for the others
     names:tuple,           # of costs
@@ -530,7 +530,7 @@ def option_costs(
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     choices : list
         of `Choice`
@@ -545,19 +545,19 @@ def option_costs(
         for each choice, for each option: cost -> of the whole model
     """
     now = [(choice, choice.levels[i]) for choice, i in zip(choices, picked, strict=True)]
-    costs = costs_inside(compressor, now, names)
+    costs = costs_inside(applier, now, names)
     groups = [k for k, choice in enumerate(choices) if choice.is_group]
     used = {m for _, levels in now for m in levels}
     only_channels = all(methods[m].reshapes for m in used)
-    channels = channel_costs(compressor, choices, names) if groups and only_channels else None
+    channels = channel_costs(applier, choices, names) if groups and only_channels else None
     for k in groups:
         if channels: costs[k] = channels.of_options(picked, k)
-        else: costs[k] = costs_of_group(compressor, now, k, names)
+        else: costs[k] = costs_of_group(applier, now, k, names)
     return costs
 
 # %% ../../nbs/plans/05_choices.ipynb #1a5803e9
 def count_options(
-    compressor:Compressor, # of the model
+    applier:Applier, # of the model
     choices:list,          # of `Choice`, that all can be left alone
     names:tuple,           # of costs
 )->CostTable:
@@ -565,7 +565,7 @@ def count_options(
 
     Parameters
     ----------
-    compressor : Compressor
+    applier : Applier
         of the model
     choices : list
         of `Choice`, that all can be left alone
@@ -576,9 +576,9 @@ def count_options(
     -------
     CostTable
     """
-    whole = compressor.costs(Plan(), names)
+    whole = applier.costs(Plan(), names)
     alone = [0 for _ in choices]
-    costs = option_costs(compressor, choices, alone, names)
+    costs = option_costs(applier, choices, alone, names)
     saved = {}
     for choice, of_options in zip(choices, costs, strict=True):
         before = whole if choice.is_group else of_options[0]
