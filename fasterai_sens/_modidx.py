@@ -3161,6 +3161,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fasterai_sens/train/recovery.py'),
                                               'fasterai_sens.train.recovery._why': ( 'train/recovery.html#_why',
                                                                                      'fasterai_sens/train/recovery.py'),
+                                              'fasterai_sens.train.recovery.alike_within': ( 'train/recovery.html#alike_within',
+                                                                                             'fasterai_sens/train/recovery.py'),
                                               'fasterai_sens.train.recovery.check_base': ( 'train/recovery.html#check_base',
                                                                                            'fasterai_sens/train/recovery.py'),
                                               'fasterai_sens.train.recovery.check_optimizer': ( 'train/recovery.html#check_optimizer',

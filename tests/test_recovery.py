@@ -488,3 +488,38 @@ def test_more_errors():
         recover(bare, recalibrate=bare.dls.train)
     with pytest.warns(UserWarning, match="0.5 is 0.5 percent"):
         recover(learner(), (0.5, 20), epochs=0)
+
+
+@pytest.mark.parametrize(("limits", "pct"), [
+    (dict(locked="head", bounds={"conv1": (0, 30)}), {"stem": 80, "conv1": 30, "conv2": 80, "head": 0}),
+    (dict(locked={"conv2": 50}, layers=["conv1", "conv2"]), {"stem": 0, "conv1": 80, "conv2": 50, "head": 0}),
+    (dict(layer_types=nn.Linear), {"stem": 0, "conv1": 0, "conv2": 0, "head": 80}),
+    (dict(bounds=(20, 60)), {"stem": 60, "conv1": 60, "conv2": 60, "head": 60}),
+], ids=["locked and bounds", "layers", "types", "all"])
+def test_what_was_decided_holds_in_every_stage(limits, pct):
+    """Each layer has the percent of the stage, within what was decided for it, before and after fine-tuning."""
+    learn = learner()
+    spy = Spy(zeros)
+    recover(learn, (40, 80), cbs=spy, **limits)
+    for name, n in SIZES.items(): assert abs(zeros(learn.model)[name] - n*pct[name]/100) <= 1   # half a weight goes either way
+    start, end, last_start, last_end = spy.seen
+    assert start == end and last_start == last_end == zeros(learn.model)
+    assert all(start[name] <= last_end[name] for name in SIZES)
+
+
+def test_channels_that_are_locked_stay():
+    learn = learner()
+    recover(learn, (25, 50), compression="pruning", locked="conv1")
+    assert widths(learn.model)["conv1"] == 24 and widths(learn.model)["stem"] == widths(learn.model)["conv2"] == 8
+
+
+def test_curves_within_what_was_decided():
+    """Sensitivities are solved around what is locked, at the mean of each stage."""
+    learn = learner()
+    sweep = SensitivityAnalyzer.from_learner(learn).sweep(levels=[25, 50, 75, 90, 97], verbose=False)
+    recover(learn, (30, 60), plan=sweep, locked={"conv1": 50, "head": 0})
+    found = zeros(learn.model)
+    assert found["head"] == 0 and found["conv1"] == SIZES["conv1"] // 2
+    assert sum(found.values()) == pytest.approx(.6 * sum(SIZES.values()), abs=4)
+    with pytest.raises(ValueError, match="plan says what each layer gets; leave bounds out"):
+        recover(learn, (60,), plan={"conv1": 50}, bounds=(0, 60))
