@@ -71,7 +71,47 @@ class PruneCallback(CompressionCallback):
         super()._init_state()
         self.model_of_fit = None
 
-# %% ../../nbs/train/05_prune_callback.ipynb #7881969f
+# %% ../../nbs/train/05_prune_callback.ipynb #0d730cf2
+@patch
+def share_at(self:PruneCallback,
+    pct_train:float, # share of training that is done, 0..1
+)->float:            # of the targets, 0..1
+    """What the schedule asks for by then, in whole steps
+
+    Parameters
+    ----------
+    pct_train : float
+        share of training that is done, 0..1
+
+    Returns
+    -------
+    float
+        of the targets, 0..1
+    """
+    share = self.schedule.progress(pct_train)
+    n_steps = math.floor(share*self.steps + 1e-9)
+    return n_steps/self.steps
+
+# %% ../../nbs/train/05_prune_callback.ipynb #2ffb243d
+@patch
+def finished(self:PruneCallback)->bool:
+    "Whether an earlier fit has removed all there is to remove"
+    if self.pruner is None: return False
+    if self.pruner.model is not inner_model(self.learn.model): return False
+    return self.pruner.share >= self.share_at(1.)
+
+@patch
+def check_others(self:PruneCallback):
+    "Raises ValueError beside masks and callbacks that load a model which may be wider"
+    if any(isinstance(cb, SparsifyCallback) for cb in self.learn.cbs):
+        raise ValueError("masks do not fit layers that shrink: "
+                         "prune in one fit, make the smaller model sparse in the next")
+    if self.finished(): return
+    for cb in best_keepers(self.learn):
+        raise ValueError(f"{type(cb).__name__} loads the best model at the end, which may be a wider one; "
+                         "use every_epoch=True here, or save the best in a fit after this one")
+
+# %% ../../nbs/train/05_prune_callback.ipynb #6c2c837d
 def keeps_weights(
     cb,              # a callback
     model:nn.Module, # without wrappers
@@ -110,61 +150,32 @@ def _tensors_in(held, model:nn.Module)->list:
     if all(isinstance(t, Tensor) for t in held): return list(held)
     return []
 
-# %% ../../nbs/train/05_prune_callback.ipynb #8eeefa13
-@patch
-def check_others(self:PruneCallback):
-    "Raises ValueError beside masks and callbacks that load a model which may be wider"
-    if any(isinstance(cb, SparsifyCallback) for cb in self.learn.cbs):
-        raise ValueError("masks do not fit layers that shrink: "
-                         "prune in one fit, make the smaller model sparse in the next")
-    if self.finished(): return
-    for cb in best_keepers(self.learn):
-        raise ValueError(f"{type(cb).__name__} loads the best model at the end, which may be a wider one; "
-                         "use every_epoch=True here, or save the best in a fit after this one")
+# %% ../../nbs/train/05_prune_callback.ipynb #2c075742
+def _name_in(name:str, model:nn.Module)->str:
+    "The name of a module without what wrappers add, if that is how the model knows it"
+    known = dict(model.named_modules(remove_duplicate=False))
+    if name in known: return name
+    plain = plain_name(name)
+    return plain if plain in known else name
 
 @patch
-def finished(self:PruneCallback)->bool:
-    "Whether an earlier fit has removed all there is to remove"
-    if self.pruner is None: return False
-    if self.pruner.model is not inner_model(self.learn.model): return False
-    return self.pruner.share >= self.share_at(1.)
-
-@patch
-def share_at(self:PruneCallback,
-    pct_train:float, # share of training that is done, 0..1
-)->float:            # of the targets, 0..1
-    """What the schedule asks for by then, in whole steps
+def ignored_in(self:PruneCallback,
+    model:nn.Module, # without wrappers
+):
+    """The ignored layers, under the names that `model` has for them
 
     Parameters
     ----------
-    pct_train : float
-        share of training that is done, 0..1
-
-    Returns
-    -------
-    float
-        of the targets, 0..1
+    model : nn.Module
+        without wrappers
     """
-    share = self.schedule.progress(pct_train)
-    n_steps = math.floor(share*self.steps + 1e-9)
-    return n_steps/self.steps
+    ignored = self.ignored_layers
+    if isinstance(ignored, str): ignored = [ignored]
+    if not isinstance(ignored, list | tuple): return ignored
+    if not all(isinstance(name, str) for name in ignored): return ignored
+    return [_name_in(name, model) for name in ignored]
 
-# %% ../../nbs/train/05_prune_callback.ipynb #3b339662
-@patch
-def start_fit(self:PruneCallback):
-    "In the first fit, find the groups. Raises ValueError beside callbacks with a copy of the weights"
-    self.model_of_fit = model = inner_model(self.learn.model)
-    if not self.finished():
-        for cb in self.learn.cbs:
-            if cb is not self and keeps_weights(cb, model):
-                raise ValueError(f"{type(cb).__name__} holds a copy of the weights, "
-                                 "which does not shrink with the model: prune in one fit, average in the next")
-    self.judges = not self.finished()
-    if self.pruner is not None and self.pruner.model is model: return
-    self.pruner = self.new_pruner(model)
-    self.targets, self.skipped = self.pruner.targets, self.pruner.skipped
-
-# %% ../../nbs/train/05_prune_callback.ipynb #9917c4c9
+# %% ../../nbs/train/05_prune_callback.ipynb #0d8c8a4a
 @patch
 def new_pruner(self:PruneCallback,
     model:nn.Module, # without wrappers
@@ -193,31 +204,22 @@ def new_pruner(self:PruneCallback,
         **self.how,
     )
 
+# %% ../../nbs/train/05_prune_callback.ipynb #aad0e32b
 @patch
-def ignored_in(self:PruneCallback,
-    model:nn.Module, # without wrappers
-):
-    """The ignored layers, under the names that `model` has for them
+def start_fit(self:PruneCallback):
+    "In the first fit, find the groups. Raises ValueError beside callbacks with a copy of the weights"
+    self.model_of_fit = model = inner_model(self.learn.model)
+    if not self.finished():
+        for cb in self.learn.cbs:
+            if cb is not self and keeps_weights(cb, model):
+                raise ValueError(f"{type(cb).__name__} holds a copy of the weights, "
+                                 "which does not shrink with the model: prune in one fit, average in the next")
+    self.judges = not self.finished()
+    if self.pruner is not None and self.pruner.model is model: return
+    self.pruner = self.new_pruner(model)
+    self.targets, self.skipped = self.pruner.targets, self.pruner.skipped
 
-    Parameters
-    ----------
-    model : nn.Module
-        without wrappers
-    """
-    ignored = self.ignored_layers
-    if isinstance(ignored, str): ignored = [ignored]
-    if not isinstance(ignored, list | tuple): return ignored
-    if not all(isinstance(name, str) for name in ignored): return ignored
-    return [_name_in(name, model) for name in ignored]
-
-# %% ../../nbs/train/05_prune_callback.ipynb #6f967a14
-def _name_in(name:str, model:nn.Module)->str:
-    "The name of a module without what wrappers add, if that is how the model knows it"
-    known = dict(model.named_modules(remove_duplicate=False))
-    if name in known: return name
-    plain = plain_name(name)
-    return plain if plain in known else name
-
+# %% ../../nbs/train/05_prune_callback.ipynb #39c49987
 @patch
 def advance(self:PruneCallback, pct_train):
     """Remove what the schedule asks for by now
@@ -236,7 +238,7 @@ def advance(self:PruneCallback, pct_train):
     swap_parameters(self.opt, swaps)
     if swaps: self.learn.model = rewrapped(self.learn.model)
 
-# %% ../../nbs/train/05_prune_callback.ipynb #cadf8006
+# %% ../../nbs/train/05_prune_callback.ipynb #55d8fdd4
 @patch
 def units_of_fit(self:PruneCallback)->list:
     "None is compressed in place"
@@ -263,6 +265,7 @@ def rows(self:PruneCallback)->list:
         out.append(row)
     return out
 
+# %% ../../nbs/train/05_prune_callback.ipynb #58948f0e
 @patch
 def close(self:PruneCallback):
     "Let go of the model"

@@ -65,32 +65,13 @@ class QuantizeCallback(CompressionCallback):
         self.zeros = {}   # layer name -> True where the weight stays zero
         self.left = {}    # layer name -> sum of the weights with which a fit ended, zeros that are meant
 
-# %% ../../nbs/train/06_quantize_callback.ipynb #037b72fd
+# %% ../../nbs/train/06_quantize_callback.ipynb #8ce91aac
 @patch
 def check_others(self:QuantizeCallback):
     "Raises ValueError beside `PruneCallback`"
     self.rounding, self.stepping = None, False
     if any(isinstance(cb, PruneCallback) for cb in self.learn.cbs):
         raise ValueError("float weights do not fit layers that shrink: prune in one fit, quantize in the next")
-
-@patch
-def start_fit(self:QuantizeCallback):
-    "Find the layers and round them"
-    self.model_of_fit = model = inner_model(self.learn.model)
-    found = plan_units(model, inner_targets(self.plan, model))
-    refused = self.refusals(found)
-    asked = {u: bits for u, bits in found.items() if u not in refused}
-    self.skipped = []
-    if not isinstance(self.plan, Mapping):
-        self.skipped = find_units(model)[1] + [(u.name, why) for u, why in refused.items()]
-    self.bits = LayerTargets({u.name: bits for u, bits in asked.items()}, "bits", "quantization")
-    self.rounding = {u: self.quantized(bits) for u, bits in asked.items()}
-    if self.idle: return   # a fit that trains nothing changes nothing
-    self.zeros = {}
-    for u in self.rounding:
-        zero = self.meant_zeros(u)
-        if zero is not None: self.zeros[u.name] = zero
-    for u in self.rounding: self.round_from(u, self.floats.get(u.name))
 
 @patch
 def refusals(self:QuantizeCallback,
@@ -119,32 +100,7 @@ def refusals(self:QuantizeCallback,
         raise ValueError(f"no layer can be quantized like this: {next(iter(refused.values()))}")
     return refused
 
-# %% ../../nbs/train/06_quantize_callback.ipynb #ef683305
-@patch
-def meant_zeros(self:QuantizeCallback,
-    unit, # a `Unit` of the plan
-)->Tensor|None: # True where the weight stays zero
-    """Zeros that are meant, not small weights rounded; None without any, or if `SparsifyCallback` sees to them
-
-    Parameters
-    ----------
-    unit
-        a `Unit` of the plan
-
-    Returns
-    -------
-    Tensor|None
-        True where the weight stays zero
-    """
-    if not self.keep_zeros: return None
-    sparse = [cb.targets for cb in self.learn.cbs if isinstance(cb, SparsifyCallback) and cb.in_fit]
-    if any(u.name == unit.name for targets in sparse for u in targets): return None
-    w = unit.weight.detach()
-    total, zero = self.left.get(unit.name, (None, None))
-    if total != w.double().sum().item(): zero = w == 0
-    return zero if zero.any() else None
-
-# %% ../../nbs/train/06_quantize_callback.ipynb #ed167185
+# %% ../../nbs/train/06_quantize_callback.ipynb #95c7552b
 @patch
 @torch.no_grad()
 def round_from(self:QuantizeCallback,
@@ -170,105 +126,30 @@ def round_from(self:QuantizeCallback,
     self.floats[unit.name] = now
     self.rounding[unit].change(None, unit)
 
-# %% ../../nbs/train/06_quantize_callback.ipynb #7fba07f2
+# %% ../../nbs/train/06_quantize_callback.ipynb #29bb355d
 @patch
-def before_step(self:QuantizeCallback):
-    "Float weights for the optimizer"
-    self.stepping = True
-    for u in self.rounding: u.weight.data.copy_(self.floats[u.name])
-
-@patch
-def after_step(self:QuantizeCallback):
-    "Put back zeros, remember the float weights, and round"
-    if not self.stepping: return   # a step that was skipped before it got here
-    self.stepping = False
-    for u in self.rounding:
-        if u.name in self.zeros: u.weight.data.masked_fill_(self.zeros[u.name], 0)
-        self.round_from(u)
-
-@patch
-def after_cancel_fit(self:QuantizeCallback):
-    "Round, and prepare for the end"
-    self.after_step()
-    CompressionCallback.after_cancel_fit(self)
-
-@patch
-def after_cancel_epoch(self:QuantizeCallback):
-    "Round"
-    self.after_step()
-    CompressionCallback.after_cancel_epoch(self)
-
-QuantizeCallback.after_cancel_batch = QuantizeCallback.after_cancel_train = QuantizeCallback.after_step
-
-# %% ../../nbs/train/06_quantize_callback.ipynb #6ac10998
-@patch
-def units_of_fit(self:QuantizeCallback)->list:
-    "The layers that are rounded"
-    return list(self.rounding)
-
-@patch
-def at_target(self:QuantizeCallback)->bool:
-    "Weights are rounded from the start"
-    return True
-
-@patch
-@torch.no_grad()
-def on_grid(self:QuantizeCallback,
-    unit, # a `Unit`
-)->bool:
-    """Whether rounding changes nothing but the last digits
+def meant_zeros(self:QuantizeCallback,
+    unit, # a `Unit` of the plan
+)->Tensor|None: # True where the weight stays zero
+    """Zeros that are meant, not small weights rounded; None without any, or if `SparsifyCallback` sees to them
 
     Parameters
     ----------
     unit
-        a `Unit`
+        a `Unit` of the plan
 
     Returns
     -------
-    bool
+    Tensor|None
+        True where the weight stays zero
     """
+    if not self.keep_zeros: return None
+    sparse = [cb.targets for cb in self.learn.cbs if isinstance(cb, SparsifyCallback) and cb.in_fit]
+    if any(u.name == unit.name for targets in sparse for u in targets): return None
     w = unit.weight.detach()
-    rounded = self.quantized(self.bits[unit.name]).rounded(unit, w)
-    return torch.allclose(rounded, w, rtol=1e-3, atol=1e-6*w.abs().max().item())
-
-@patch
-def off(self:QuantizeCallback)->bool:
-    "Whether weights are there that are not rounded"
-    if self.idle: return False
-    return not all(self.on_grid(u) for u in self.units_now())
-
-@patch
-@torch.no_grad()
-def compress(self:QuantizeCallback):
-    "Round them"
-    for u in self.units_now():
-        if self.on_grid(u): continue
-        if u.name in self.zeros: u.weight.data.masked_fill_(self.zeros[u.name], 0)
-        self.quantized(self.bits[u.name]).change(None, u)
-
-# %% ../../nbs/train/06_quantize_callback.ipynb #598738db
-@patch
-def rows(self:QuantizeCallback)->list:
-    "Bits of each layer, and whether its weights are rounded to them"
-    out = []
-    for u in self.units_now():
-        row = dict(layer=u.name, type=u.layer_type, weights=u.weight.numel())
-        row["bits"] = self.bits[u.name]
-        row["reached"] = self.on_grid(u)
-        out.append(row)
-    return out
-
-@patch
-def missed(self:QuantizeCallback)->list:
-    """Which layers the last fit did not leave rounded; empty if there are none
-
-    Returns
-    -------
-    list
-        texts
-    """
-    rows = [row for row in self.report if not row["reached"]]
-    return [f"{row['layer']!r} is not rounded to {row['bits']} bits" for row in rows]
+    total, zero = self.left.get(unit.name, (None, None))
+    if total != w.double().sum().item(): zero = w == 0
+    return zero if zero.any() else None
 
 @patch
 def close(self:QuantizeCallback):
@@ -292,3 +173,125 @@ def remember_zeros(self:QuantizeCallback,
     if held is None or held.shape != unit.weight.shape: return
     total = unit.weight.detach().double().sum().item()
     self.left[unit.name] = total, held == 0
+
+# %% ../../nbs/train/06_quantize_callback.ipynb #c5e7614d
+@patch
+def start_fit(self:QuantizeCallback):
+    "Find the layers and round them"
+    self.model_of_fit = model = inner_model(self.learn.model)
+    found = plan_units(model, inner_targets(self.plan, model))
+    refused = self.refusals(found)
+    asked = {u: bits for u, bits in found.items() if u not in refused}
+    self.skipped = []
+    if not isinstance(self.plan, Mapping):
+        self.skipped = find_units(model)[1] + [(u.name, why) for u, why in refused.items()]
+    self.bits = LayerTargets({u.name: bits for u, bits in asked.items()}, "bits", "quantization")
+    self.rounding = {u: self.quantized(bits) for u, bits in asked.items()}
+    if self.idle: return   # a fit that trains nothing changes nothing
+    self.zeros = {}
+    for u in self.rounding:
+        zero = self.meant_zeros(u)
+        if zero is not None: self.zeros[u.name] = zero
+    for u in self.rounding: self.round_from(u, self.floats.get(u.name))
+
+# %% ../../nbs/train/06_quantize_callback.ipynb #5c8c1373
+@patch
+def before_step(self:QuantizeCallback):
+    "Float weights for the optimizer"
+    self.stepping = True
+    for u in self.rounding: u.weight.data.copy_(self.floats[u.name])
+
+@patch
+def after_step(self:QuantizeCallback):
+    "Put back zeros, remember the float weights, and round"
+    if not self.stepping: return   # a step that was skipped before it got here
+    self.stepping = False
+    for u in self.rounding:
+        if u.name in self.zeros: u.weight.data.masked_fill_(self.zeros[u.name], 0)
+        self.round_from(u)
+
+# %% ../../nbs/train/06_quantize_callback.ipynb #0da5c7af
+@patch
+def after_cancel_fit(self:QuantizeCallback):
+    "Round, and prepare for the end"
+    self.after_step()
+    CompressionCallback.after_cancel_fit(self)
+
+@patch
+def after_cancel_epoch(self:QuantizeCallback):
+    "Round"
+    self.after_step()
+    CompressionCallback.after_cancel_epoch(self)
+
+QuantizeCallback.after_cancel_batch = QuantizeCallback.after_cancel_train = QuantizeCallback.after_step
+
+# %% ../../nbs/train/06_quantize_callback.ipynb #c90e784f
+@patch
+@torch.no_grad()
+def on_grid(self:QuantizeCallback,
+    unit, # a `Unit`
+)->bool:
+    """Whether rounding changes nothing but the last digits
+
+    Parameters
+    ----------
+    unit
+        a `Unit`
+
+    Returns
+    -------
+    bool
+    """
+    w = unit.weight.detach()
+    rounded = self.quantized(self.bits[unit.name]).rounded(unit, w)
+    return torch.allclose(rounded, w, rtol=1e-3, atol=1e-6*w.abs().max().item())
+
+@patch
+def units_of_fit(self:QuantizeCallback)->list:
+    "The layers that are rounded"
+    return list(self.rounding)
+
+@patch
+def at_target(self:QuantizeCallback)->bool:
+    "Weights are rounded from the start"
+    return True
+
+# %% ../../nbs/train/06_quantize_callback.ipynb #468dcd16
+@patch
+def off(self:QuantizeCallback)->bool:
+    "Whether weights are there that are not rounded"
+    if self.idle: return False
+    return not all(self.on_grid(u) for u in self.units_now())
+
+@patch
+@torch.no_grad()
+def compress(self:QuantizeCallback):
+    "Round them"
+    for u in self.units_now():
+        if self.on_grid(u): continue
+        if u.name in self.zeros: u.weight.data.masked_fill_(self.zeros[u.name], 0)
+        self.quantized(self.bits[u.name]).change(None, u)
+
+# %% ../../nbs/train/06_quantize_callback.ipynb #0fcf46d6
+@patch
+def rows(self:QuantizeCallback)->list:
+    "Bits of each layer, and whether its weights are rounded to them"
+    out = []
+    for u in self.units_now():
+        row = dict(layer=u.name, type=u.layer_type, weights=u.weight.numel())
+        row["bits"] = self.bits[u.name]
+        row["reached"] = self.on_grid(u)
+        out.append(row)
+    return out
+
+@patch
+def missed(self:QuantizeCallback)->list:
+    """Which layers the last fit did not leave rounded; empty if there are none
+
+    Returns
+    -------
+    list
+        texts
+    """
+    rows = [row for row in self.report if not row["reached"]]
+    return [f"{row['layer']!r} is not rounded to {row['bits']} bits" for row in rows]

@@ -61,21 +61,7 @@ class SparsifyCallback(CompressionCallback):
         self.sparsifier, self.rows_done = None, []
         self._init_state()
 
-# %% ../../nbs/train/04_sparsify_callback.ipynb #e1bcacc0
-@patch
-def start_fit(self:SparsifyCallback):
-    "Find the layers, where they start from, and where they should end"
-    model = inner_model(self.learn.model)
-    self.sparsifier = self.new_sparsifier(model)
-    self.model_of_fit, self.done, self.level_done = model, 0., None
-    self.targets = self.sparsifier.resolve(inner_targets(self.sparsity, model))
-    found = sparsity_report(list(self.targets))
-    self.start = self.start_levels(found)
-    masks = self.sparsifier._compute_masks(self.levels_at(1.))
-    self.zeros_wanted = {u.name: int((~mask).sum()) for u, mask in masks.items()}
-    there = all(r["zeros"] == self.zeros_wanted[r["layer"]] for r in found)
-    self.judges = not (there and self.schedule.progress(1.) == 1)
-
+# %% ../../nbs/train/04_sparsify_callback.ipynb #afd0bf36
 @patch
 def new_sparsifier(self:SparsifyCallback,
     model, # without wrappers
@@ -97,6 +83,7 @@ def new_sparsifier(self:SparsifyCallback,
         data["sample"] = learner_sample(self.learn, self.dls.train)
     return Sparsifier(model, self.granularity, self.context, self.criterion, self.layer_type, **data)
 
+# %% ../../nbs/train/04_sparsify_callback.ipynb #aead0475
 @patch
 def start_levels(self:SparsifyCallback,
     found:list, # from `sparsity_report`, of the layers with a target
@@ -142,6 +129,21 @@ def levels_at(self:SparsifyCallback,
         levels[u] = start + (target - start)*share
     return levels
 
+# %% ../../nbs/train/04_sparsify_callback.ipynb #c9359249
+@patch
+def start_fit(self:SparsifyCallback):
+    "Find the layers, where they start from, and where they should end"
+    model = inner_model(self.learn.model)
+    self.sparsifier = self.new_sparsifier(model)
+    self.model_of_fit, self.done, self.level_done = model, 0., None
+    self.targets = self.sparsifier.resolve(inner_targets(self.sparsity, model))
+    found = sparsity_report(list(self.targets))
+    self.start = self.start_levels(found)
+    masks = self.sparsifier._compute_masks(self.levels_at(1.))
+    self.zeros_wanted = {u.name: int((~mask).sum()) for u, mask in masks.items()}
+    there = all(r["zeros"] == self.zeros_wanted[r["layer"]] for r in found)
+    self.judges = not (there and self.schedule.progress(1.) == 1)
+
 # %% ../../nbs/train/04_sparsify_callback.ipynb #451a4ca6
 @patch
 def units_of_fit(self:SparsifyCallback)->list:
@@ -171,12 +173,13 @@ def at_target(self:SparsifyCallback)->bool:
     "Whether the sparsity stays as it is to the end of the fit"
     return not self.judges or self.schedule.settled(self.done)
 
-# %% ../../nbs/train/04_sparsify_callback.ipynb #233956b6
+# %% ../../nbs/train/04_sparsify_callback.ipynb #b256598a
 @patch
 def after_step(self:SparsifyCallback):
     "Put dropped weights back to zero"
     self.sparsifier.apply_masks()
 
+# %% ../../nbs/train/04_sparsify_callback.ipynb #1a9cec49
 @patch
 def masked_units(self:SparsifyCallback)->list: # pairs of `Unit` and mask, True where the weight is dropped
     """The layers with masks in the model that is there now
@@ -205,7 +208,7 @@ def compress(self:SparsifyCallback):
     for u, gone in self.masked_units(): drop_weights(u, ~gone, self.granularity)
     forget_casts()
 
-# %% ../../nbs/train/04_sparsify_callback.ipynb #e67be35d
+# %% ../../nbs/train/04_sparsify_callback.ipynb #b70a2ba0
 @patch
 def rows(self:SparsifyCallback)->list:
     "How sparse each layer is now, what it should be at the end of the fit, and whether it is"
@@ -222,6 +225,7 @@ def rows(self:SparsifyCallback)->list:
         else: r["reached"] = r["zeros"] >= self.zeros_wanted[name]
     return found
 
+# %% ../../nbs/train/04_sparsify_callback.ipynb #101d40bb
 @patch
 def close(self:SparsifyCallback):
     "Forget the masks"
