@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['plain_tensor', 'refuse', 'class_numbers', 'shifts', 'classified', 'same_draws', 'checksum', 'ClassifierData',
-           'as_eval_fn']
+           'means_where', 'as_eval_fn']
 
 # %% ../../nbs/measure/03_data.ipynb #320a1024
 import re
@@ -134,7 +134,7 @@ def _logits_and_classes(out, targs)->tuple:
     targs = class_numbers(logits, plain_tensor(targs))
     in_a_mapping = logits_of(out) is not out
     axis = class_axis(Fields(logits=logits) if in_a_mapping else logits, targs)
-    logits = logits.detach().movedim(axis, 1)
+    logits = logits.movedim(axis, 1)
     if logits.shape[:1] + logits.shape[2:] != targs.shape:
         shapes = f"outputs are {tuple(logits.shape)} with classes on the second axis, targets {tuple(targs.shape)}"
         refuse(shapes, "lambda out, y: out.argmax(1) == y")
@@ -332,11 +332,24 @@ def other_order(self:ClassifierData):
     )
 
 # %% ../../nbs/measure/03_data.ipynb #7d3ebb10
-def _means_where(
+def means_where(
     values:Tensor, # `[n, places]`
     counts:Tensor, # bool, True where they count, same shape
 )->Tensor:         # one for each sample of which anything counts
-    "The mean of each sample over what counts"
+    """The mean of each sample over what counts
+
+    Parameters
+    ----------
+    values : Tensor
+        `[n, places]`
+    counts : Tensor
+        bool, True where they count, same shape
+
+    Returns
+    -------
+    Tensor
+        one for each sample of which anything counts
+    """
     sums = (values*counts).sum(1)
     sizes = counts.sum(1)
     some = counts.any(1)
@@ -378,9 +391,9 @@ def __call__(self:ClassifierData,
             if untouched.shape != logp.shape: self.other_order()
             predicted = logp.argmax(1)
             hits = (predicted == targs).float()
-            right += _each_where(hits, counts) if places_are_tokens else [_means_where(hits, counts)]
+            right += _each_where(hits, counts) if places_are_tokens else [means_where(hits, counts)]
             kl = kl_divergence(untouched, logp, 1)
-            away.append(_means_where(kl, counts))
+            away.append(means_where(kl, counts))
     if self.untouched is None: self.untouched = seen
     if not sum(map(len, away)): raise ValueError(f"{self.name} has no target that counts")
     return right if places_are_tokens else torch.cat(right), torch.cat(away)

@@ -354,7 +354,24 @@ def change(self:Pruned, model, unit):
     group = check_group(unit)
     if group.graph.model is not model:
         raise ValueError("the group was found in another model; call channel_groups on this one")
+    group.graph.remove(group.parts_of(self.goes(group)))
+
+@patch
+def goes(self:Pruned,
+    group:ChannelGroup, # one that can be pruned
+)->list:                # of granules
+    """The least important channels of the group, those that go at this level
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        one that can be pruned
+
+    Returns
+    -------
+    list
+        of granules
+    """
     n, k = n_granules(group)
     scores = channel_scores(group, self.criteria)
-    goes = pick(group, scores, n_gone(n, self.pct, k, self.round_to))
-    group.graph.remove(group.parts_of(goes))
+    return pick(group, scores, n_gone(n, self.pct, k, self.round_to))
