@@ -87,7 +87,7 @@ def digits_learner(
         with `dls.train`, `dls.valid`, and the test set as `dls[2]`
     """
     set_seed(seed)
-    dls = DataLoaders.from_dsets(*digits(), bs=64, device=device)
+    dls = DataLoaders.from_dsets(*digits(), bs=64, device=device, num_workers=0) # in memory: processes cost more
     model = arch(num_classes=10)
     learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=gettempdir())
     with learn.no_bar(), learn.no_logging():
