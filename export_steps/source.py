@@ -40,7 +40,7 @@ class Source:
     def __init__(self,
         text: str,   # of a cell
     ):
-        self.text, self.tree = text, ast.parse(text)
+        self.tree, self.lines = ast.parse(text), text.split("\n")
         self.beside, self.alone = {}, {}   # line -> comment, behind code and on a line of its own
         for token in tokenize.generate_tokens(StringIO(text).readline):
             if token.type != tokenize.COMMENT: continue
@@ -54,7 +54,10 @@ class Source:
     ) -> str:   # as it was written, in one line
         "The code of a node"
         if node is None: return ""
-        return re.sub(r"\s+", " ", ast.get_source_segment(self.text, node))
+        lines = self.lines[node.lineno - 1:node.end_lineno]
+        lines[-1] = lines[-1].encode()[:node.end_col_offset].decode()   # columns are counted in bytes
+        lines[0] = lines[0].encode()[node.col_offset:].decode()
+        return re.sub(r"\s+", " ", "\n".join(lines))
 
     def meaning(self,
         node: ast.AST,   # a parameter, or a field

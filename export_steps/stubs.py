@@ -1,7 +1,7 @@
 """Stubs for type checkers, which see neither the methods that `@patch` adds nor the names that the package imports late"""
 import ast
 import re
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 
 from nbdev.config import get_config
@@ -91,7 +91,8 @@ def stub_function(
     owner: str="",   # its class, if it is a method
 ) -> ast.FunctionDef:
     "A function without its body"
-    new = deepcopy(f)
+    new = copy(f)
+    new.args = deepcopy(f.args)
     if patched(f): new.args.args[0].annotation = None
     new.decorator_list = stub_decorators(f)
     new.returns = code(returns(f, owner))
