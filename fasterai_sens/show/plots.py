@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['noise_color', 'blue', 'orange', 'vermillion', 'distinct', 'markers', 'decades', 'least_damage', 'line_height',
-           'damage_colors', 'largest_damage', 'shares', 'new_axes', 'fold_names', 'name_layers', 'plot_predicted']
+           'damage_colors', 'largest_damage', 'shares', 'new_axes', 'fold_names', 'name_layers', 'point_styles',
+           'plot_predicted']
 
 # %% ../../nbs/show/00_plots.ipynb #cce82a02
 import math
 from collections.abc import Mapping
-from itertools import cycle, groupby
+from itertools import groupby
 from textwrap import fill
 
 import numpy as np
@@ -608,6 +609,30 @@ def plot(self:DegradationResult,
     _legend_beside(ax)
     return ax
 
+# %% ../../nbs/show/00_plots.ipynb #8ce422a8
+def point_styles(
+    n:int, # points with a name
+)->list:   # of (colour, marker), none twice among 36
+    """Marks that tell points apart, by colour and by shape
+
+    Parameters
+    ----------
+    n : int
+        points with a name
+
+    Returns
+    -------
+    list
+        of (colour, marker), none twice among 36
+    """
+    colors = distinct[:-1]   # the last one is grey
+    found = []
+    for i in range(n):
+        turn, place = divmod(i, len(colors))
+        marker = markers[(place + turn) % len(markers)]
+        found.append((colors[place], marker))
+    return found
+
 # %% ../../nbs/show/00_plots.ipynb #326c643a
 def plot_predicted(
     predicted:dict,  # name of a plan -> metric expected
@@ -650,8 +675,7 @@ def plot_predicted(
     ends = [np.min(every), np.max(every)]
     ax.plot(ends, ends, color="grey", linewidth=1, linestyle="--")
     if singles: ax.scatter(*np.transpose(singles), s=12, color="grey", label="one layer")
-    styles = zip(cycle(distinct), cycle(markers), strict=False)
-    for (name, pair), (color, marker) in zip(plans.items(), styles, strict=False):
+    for (name, pair), (color, marker) in zip(plans.items(), point_styles(len(plans)), strict=True):
         ax.scatter(*pair, color=color, marker=marker, label=name)
     ax.set(xlabel=f"expected {metric_name}", ylabel=f"measured {metric_name}")
     ax.grid(alpha=.3)
