@@ -2934,6 +2934,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'fasterai_sens.show.plots.new_axes': ('show/plots.html#new_axes', 'fasterai_sens/show/plots.py'),
                                           'fasterai_sens.show.plots.plot_predicted': ( 'show/plots.html#plot_predicted',
                                                                                        'fasterai_sens/show/plots.py'),
+                                          'fasterai_sens.show.plots.point_styles': ( 'show/plots.html#point_styles',
+                                                                                     'fasterai_sens/show/plots.py'),
                                           'fasterai_sens.show.plots.shares': ('show/plots.html#shares', 'fasterai_sens/show/plots.py')},
             'fasterai_sens.topology.coupling': { 'fasterai_sens.topology.coupling.ChannelDependency': ( 'topology/coupling.html#channeldependency',
                                                                                                         'fasterai_sens/topology/coupling.py'),
