@@ -532,7 +532,7 @@ class Walk:
         if highest >= self.widest: raise Lost("follows more channels than any layer has")
         return idxs
 
-# %% ../../nbs/methods/06_channels.ipynb #7481353d
+# %% ../../nbs/methods/06_channels.ipynb #0cd7438f
 @dataclass(frozen=True, eq=False)
 class Part:
     """Channels that one module loses together with those of a root layer
@@ -556,6 +556,7 @@ class Part:
     roots:list    # for each, the channel of the root it belongs to
     prune:object  # torch-pruning's rule: called with `idxs`, takes them out
 
+# %% ../../nbs/methods/06_channels.ipynb #ea4273ce
 class Graph:
     """Which layers of a model lose channels together, on one sample
 
@@ -588,7 +589,6 @@ class Graph:
         places = Counter(p.data_ptr() for p in self.holders)
         self.doubled = {p for p in self.holders if places[p.data_ptr()] > 1}   # two parameters over the same numbers
 
-# %% ../../nbs/methods/06_channels.ipynb #ad33201a
 @patch
 def root(self:Graph,
     unit, # a layer
@@ -607,6 +607,7 @@ def root(self:Graph,
     found = [self.stands_for.get(m, m) for m in unit.modules]
     return next((m for m in found if m in self.dg.module2node), None)
 
+# %% ../../nbs/methods/06_channels.ipynb #f497b499
 def n_outputs(
     module:nn.Module, # a compressible layer, or attention
 )->int:
