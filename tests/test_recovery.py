@@ -472,7 +472,9 @@ def test_errors_leave_no_trace(kwargs, error, match):
 
 
 def test_more_errors():
-    """A callback that compresses on the learner, a ready-made optimizer, a fraction for percent."""
+    """Not a learner, a callback that compresses on the learner, a ready-made optimizer, a fraction for percent."""
+    with pytest.raises(TypeError, match="learn is a fastai Learner; got Block"):
+        recover(Block())
     with pytest.raises(ValueError, match="SparsifyCallback compresses"):
         recover(learner(cbs=SparsifyCallback(50)))
     learn = learner()

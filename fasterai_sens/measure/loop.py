@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'watch_weights', 'untouched', 'evaluate', 'never', 'stop_rule',
-           'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first', 'measure']
+           'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first', 'Distrusted',
+           'AsItComes', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
 import math
@@ -26,6 +27,7 @@ from ..core.results import LayerSensitivity, SensitivityResult
 from ..core.sweeps import SweepResult
 from ..core.layers import all_units
 from .scores import Score, as_score, compare, why_no_ci
+from .objectives import forget_untouched
 from .finetuned import FineTuned
 from .effects import check_heard, same_score
 
@@ -467,6 +469,37 @@ def _list_steps(
     return steps
 
 # %% ../../nbs/measure/07_loop.ipynb #3ad01405
+class Distrusted(Exception):
+    "Something reused was not what a plain evaluation gives: everything has to be measured again"
+
+class AsItComes:
+    "Evaluations one by one, each of them whole"
+    def start(self,
+        model:nn.Module, # as it is, untouched
+        steps:list,      # of (perturbation, unit), all evaluations that will come
+    ): self.steps = steps
+    def order(self)->list: # of (perturbation, unit)
+        """The evaluations in the order in which they are made
+
+        Returns
+        -------
+        list
+            of (perturbation, unit)
+        """
+        return self.steps
+    def baseline(self,
+        run:Callable,     # eval_fn -> Score
+        eval_fn:Callable, # model -> what `as_score` takes
+    )->Score: return run(eval_fn)
+    def score(self,
+        run:Callable,     # eval_fn -> Score, with the unit compressed meanwhile
+        eval_fn:Callable, # model -> what `as_score` takes
+        unit,             # what is compressed
+        written:Callable|None=None, # returns the names of all parameters that changed; None: those of the unit
+    )->Score: return run(eval_fn)
+    def forget(self): "Nothing is kept"
+
+# %% ../../nbs/measure/07_loop.ipynb #7a2636e0
 @dataclass
 class _Measurement:
     "A measurement under way: what it evaluates, and what it has found"
@@ -477,6 +510,7 @@ class _Measurement:
     higher_is_better:bool  # the same
     restore:Callable       # puts the weights back
     changed:Callable       # `watch_weights` of the untouched model
+    reuse:object = field(default_factory=AsItComes) # makes the evaluations
     base:Score|None = None # of the untouched model
     stopped:dict = field(default_factory=dict) # name of a unit -> why it is left out from now on
     tried:list = field(default_factory=list)   # for `check_heard`
@@ -484,7 +518,8 @@ class _Measurement:
     def score(self, p, unit)->Score:
         "The score with one unit compressed"
         stays = getattr(p, "stays_in_unit", False)
-        score = evaluate(self.model, self.eval_fn, p, unit, self.changed if stays else None)
+        def run(eval_fn): return evaluate(self.model, eval_fn, p, unit, self.changed if stays else None)
+        score = self.reuse.score(run, self.eval_fn, unit, None if stays else self.changed)
         if not stays and self.changed(): self.restore()
         self.tried.append((unit.name, partial(p, self.model, unit), same_score(self.base, score)))
         return score
@@ -501,6 +536,23 @@ class _Measurement:
         if self.stop(score.value, self.base.value):
             self.stopped[unit.name] = f"stopped early: {self.metric_name} {score.value:.4g} at level {p.level:g}"
         return f"{unit.name} {new[0].delta:+.4f}"
+
+# %% ../../nbs/measure/07_loop.ipynb #09808377
+def _evaluate_all(
+    run:_Measurement, # fresh
+    steps:list,       # of (perturbation, unit)
+    found:dict,       # level -> (rows, what was left out), filled here
+    verbose:bool,     # show a progress bar
+    check:Callable,   # of the baseline
+):
+    "The untouched model, and every step"
+    def of_untouched(eval_fn): return evaluate(run.model, eval_fn, known=run.changed)
+    run.reuse.start(run.model, steps)
+    run.base = check(run.reuse.baseline(of_untouched, run.eval_fn))
+    bar = progress(run.reuse.order(), verbose)
+    for p, u in bar:
+        text = run.step(p, u, *found[p.level])
+        if verbose: bar.comment = text
 
 # %% ../../nbs/measure/07_loop.ipynb #141d582d
 def _collect(
@@ -534,6 +586,7 @@ def measure(
     stop:Callable=never, # from `stop_rule`
     sample=None,        # example input, to tell evaluations that see nothing from robust layers; None: do not look
     verbose=False,      # show a progress bar
+    reuse=None,         # a `Reuse`, which computes nothing twice; None: evaluate as it comes
 )->SweepResult:
     """Evaluate every unit at every level, mildest first, and the untouched model once
 
@@ -567,23 +620,32 @@ def measure(
         example input, to tell evaluations that see nothing from robust layers; None: do not look
     verbose : default False
         show a progress bar
+    reuse : default None
+        a `Reuse`, which computes nothing twice; None: evaluate as it comes
 
     Returns
     -------
     SweepResult
     """
     check_training(eval_fn, perturbations)
-    levels = mildest_first(perturbations)
-    found = {p.level: ([], list(skipped)) for p in levels}
+    steps = _list_steps(mildest_first(perturbations), units, wanted)
     restore, changed = keep_values(list(model.parameters())), watch_weights(model)
-    run = _Measurement(model, eval_fn, stop, metric_name, higher_is_better, restore, changed)
+    check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
+    def attempt(reuse):
+        found = {p.level: ([], []) for p in perturbations}
+        run = _Measurement(model, eval_fn, stop, metric_name, higher_is_better, restore, changed, reuse)
+        with PutBack(lambda: reuse.forget): _evaluate_all(run, steps, found, verbose, check)
+        return run, found
     with leave_no_trace(model, weights=()), PutBack(lambda: restore):
-        base = evaluate(model, eval_fn, known=changed)
-        run.base = check_baseline(base, metric_name, objective_name)
-        steps = progress(_list_steps(levels, units, wanted), verbose)
-        for p, u in steps:
-            text = run.step(p, u, *found[p.level])
-            if verbose: steps.comment = text
+        try: run, found = attempt(reuse or AsItComes())
+        except Distrusted:
+            forget_untouched(eval_fn)
+            run, found = attempt(AsItComes())
+    base = run.base
+    order = {layer.name: i for i, u in enumerate(units) for layer in u.layers}
+    for _, left_out in found.values():
+        left_out.sort(key=lambda pair: order[pair[0]])
+        left_out[:0] = skipped
     place = {u.name: i for i, u in enumerate(all_units(model)[0])}
     everything = len(place) == sum(len(u.layers) for u in units)
     if sample is not None:
