@@ -418,3 +418,100 @@ def test_files_of_before(tmp_path):
     for name in ("r.json", "before.json"):
         back = SearchResult.from_json(tmp_path/name)
         assert back == r and {(plan.method, plan.unit) for plan in (back.plan, *back.plans.values())} == {("sparsity", "percent")}
+
+
+# ---- the race, for data as `eval_fn`
+
+
+def losses_of(preds, targs):
+    """Cross-entropy of each sample."""
+    return F.cross_entropy(preds, targs, reduction="none")
+
+
+def hits(preds, targs):
+    """Whether each sample is right."""
+    return (preds.argmax(1) == targs).float()
+
+
+def net_and_data(objective=losses_of, n=64, batch=20):
+    """The small network, and batches on which it is right, as an evaluation."""
+    net, _ = net_and_eval()
+    with torch.no_grad(): right = net(x[:n]).argmax(1)
+    return net, evaluation([(x[i:i + batch], right[i:i + batch]) for i in range(0, n, batch)], hits, objective)
+
+
+@pytest.mark.parametrize("objective", [losses_of, "kl", None])
+@pytest.mark.parametrize("pct", [30, 80, 99])
+def test_race_keeps_the_budget_and_leaves_no_trace(objective, pct):
+    """With gradients of a loss and of a divergence, and without any; the plan measured best of all, and as `Sparsifier` makes it."""
+    net, eval_fn = net_and_data(objective)
+    before = fingerprint(net)
+    r = search_targets(net, x[:1], eval_fn, pct, evaluations=40, verbose=False)
+    assert changes(before, fingerprint(net)) == [] and r.evaluations <= 40
+    assert list(r.plans) == ["uniform", "global_magnitude", "erk", "lamp", "classic", "search"]
+    assert all(abs(p.mean(net) - pct) < 1e-6 for p in r.plans.values())
+    eval_fn.new_baseline()
+    eval_fn(net)
+
+    def worth(plan):
+        with leave_no_trace(net):
+            Sparsifier(net).sparsify_model(plan)
+            score = eval_fn(net)
+        return -score.mean().item() if objective is None else score[1].mean().item()
+
+    worths = {name: worth(plan) for name, plan in r.plans.items()}
+    assert worths["search"] <= min(worths.values()) + 1e-6
+    if objective is not None and pct == 80: assert worths["search"] < .99*min(w for name, w in worths.items() if name != "search")
+
+
+def test_race_counts_samples():
+    """Every sample that the network sees is in the number: a part counts its share, a backward pass as two forward passes."""
+    net, eval_fn = net_and_data()
+    seen = []
+    net.register_forward_hook(lambda m, args, out: seen.append(len(args[0])*(3 if out.requires_grad else 1)))
+    for limit in (25, 60):
+        seen.clear()
+        with torch.no_grad(): r = search_targets(net, x[:1], eval_fn, 80, evaluations=limit, verbose=False)
+        assert 0 <= sum(seen)/64 - r.evaluations + 1 < 1.3 and r.evaluations <= limit   # the door looks at one sample, a few times
+
+
+def test_race_is_the_same_each_time():
+    """Whatever the random state, and whatever the evaluation was used for before; batch statistics estimated anew are in force for the gradients, too."""
+    net, eval_fn = net_and_data("kl")
+    for recalibrate in (None, x):
+        one = search_targets(net, x[:1], eval_fn, 85, evaluations=40, recalibrate=recalibrate, verbose=False)
+        torch.rand(3), eval_fn(net_and_eval(1)[0])
+        assert search_targets(net, x[:1], eval_fn, 85, evaluations=40, recalibrate=recalibrate, verbose=False) == one
+
+
+def test_race_keeps_bounds_and_locked_layers():
+    """Every proposal is within them, so the winner is; where nothing may move it says the plan there is."""
+    net, eval_fn = net_and_data()
+    for kwargs in (dict(min_pct=40, max_pct=95), dict(locked={"8": 0}), dict(locked={"8": 100}, max_pct=88), dict(min_pct=70, max_pct=70), dict(granularity="filter"), dict(layers=["4"])):
+        r = search_targets(net, x[:1], eval_fn, 70, evaluations=40, verbose=False, **kwargs)
+        at, least, most = kwargs.get("locked", {}), kwargs.get("min_pct", 0), kwargs.get("max_pct", 100)
+        assert all(abs(pct - at[n]) < 1e-9 if n in at else least - 1e-9 <= pct <= most + 1e-9 for n, pct in r.plans["search"].items())
+        assert abs(r.plans["search"].mean(net) - 70) < 1e-6
+
+
+def test_race_on_data_of_other_kinds():
+    """A pair, a DataLoader, dicts with labels, single samples; batches that cannot be counted go the old way."""
+    net, eval_fn = net_and_data()
+    right = torch.cat([y for _, y in eval_fn.data])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, right), batch_size=7)
+    for data in ((x, right), loader, [(x[i:i + 1], right[i:i + 1]) for i in range(64)], [{"input": x, "labels": right}]):
+        r = search_targets(net, x[:1], data, 85, evaluations=30, verbose=False)
+        assert r.plan_name == "search" or r.ranking[0]["search_metric"] >= max(row["search_metric"] for row in r.ranking)
+        assert r.evaluations <= 30
+
+
+def test_race_survives_what_is_not_a_number():
+    """A loss that breaks for some plans: they lose, and gradients there are not used."""
+    net, good = net_and_data()
+
+    def breaks(preds, targs):
+        loss = losses_of(preds, targs)
+        return loss.log() if net[8].weight.count_nonzero() < 40 else loss
+
+    r = search_targets(net, x[:1], evaluation(good.data, hits, breaks), 80, evaluations=40, verbose=False)
+    assert math.isfinite(r.measured_metric) and abs(r.plan.mean(net) - 80) < 1e-6

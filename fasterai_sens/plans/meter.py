@@ -46,7 +46,7 @@ class SearchResult(Saved):
     measured_metric : float
         of `eval_fn`, with the plan
     evaluations : int
-        calls of `eval_fn`
+        of all samples; one of a tenth of them counts a tenth, a backward pass two
     ranking : list
         dicts, best first: plan, metric (on the report data), delta, stderr, low, high, no_ci (why there
         is no interval), search_metric, and one for each of `budgets`
@@ -69,7 +69,7 @@ class SearchResult(Saved):
     # of `eval_fn`, if the damages of the layers, each compressed alone, added up; a gain counts as none
     predicted_metric:float
     measured_metric:float   # of `eval_fn`, with the plan
-    evaluations:int         # calls of `eval_fn`
+    evaluations:int         # of all samples; one of a tenth of them counts a tenth, a backward pass two
     # dicts, best first: plan, metric (on the report data), delta, stderr, low, high, no_ci (why there is no interval),
     # search_metric, and one for each of `budgets`
     ranking:list
@@ -286,10 +286,12 @@ class Meter:
         self.model, self.carry, self.eval_fn, self.around = model, carry, eval_fn, around
         self.higher_is_better, self.by, self.on_call = higher_is_better, by, on_call
         self.sign = -1 if higher_is_better else 1
-        self.n = 0   # evaluations so far
+        self.n = 0        # evaluations so far; of a tenth of the samples a tenth
+        self.parts = {}   # share of the samples -> evaluation on those, and what it counts
     def score(self,
         plan,        # as `carry` takes it
         around=None, # context manager around this evaluation; None: the usual one
+        share=1.,    # of the samples; less than 1 only if `has_parts(eval_fn)`, after the untouched model was evaluated
     )->Score:
         """Evaluate the model under the plan
 
@@ -299,16 +301,54 @@ class Meter:
             as `carry` takes it
         around : default None
             context manager around this evaluation; None: the usual one
+        share : default 1.
+            of the samples; less than 1 only if `has_parts(eval_fn)`, after the untouched model was
+            evaluated
 
         Returns
         -------
         Score
         """
+        eval_fn, cost = self.on(share)
         with self.carry(plan):
-            self.n += 1
-            score = evaluate(self.model, self.eval_fn, around or self.around)
-        if self.on_call: self.on_call(f"{score.value:.4f}")
+            score = evaluate(self.model, eval_fn, around or self.around)
+        self.count(cost, f"{score.value:.4f}")
         return score
+    def on(self,
+        share:float, # of the samples
+    )->tuple:        # evaluation, what it counts
+        """What evaluates on a share of the samples
+
+        Parameters
+        ----------
+        share : float
+            of the samples
+
+        Returns
+        -------
+        tuple
+            evaluation, what it counts
+        """
+        if share >= 1: return self.eval_fn, 1
+        if share not in self.parts: self.parts[share] = self.eval_fn.part(share)
+        return self.parts[share]
+    def count(self,
+        cost,    # in evaluations
+        text="", # to show beside the progress
+    ):
+        """So much more was spent
+
+        Parameters
+        ----------
+        cost
+            in evaluations
+        text : default ""
+            to show beside the progress
+        """
+        before = math.floor(self.n + 1e-9)
+        self.n += cost
+        for _ in range(before, math.floor(self.n + 1e-9)):
+            if self.on_call: self.on_call(text)
 
 # %% ../../nbs/plans/08_meter.ipynb #3d68aba5
 @patch
@@ -336,7 +376,8 @@ def worth(self:Meter,
 
 @patch
 def damage(self:Meter,
-    plan, # as `carry` takes it
+    plan,     # as `carry` takes it
+    share=1., # of the samples
 )->float:
     """What a search makes small, measured
 
@@ -344,12 +385,14 @@ def damage(self:Meter,
     ----------
     plan
         as `carry` takes it
+    share : default 1.
+        of the samples
 
     Returns
     -------
     float
     """
-    return self.worth(self.score(plan))
+    return self.worth(self.score(plan, share=share))
 
 # %% ../../nbs/plans/08_meter.ipynb #43b14472
 def looks_twice(
@@ -480,6 +523,7 @@ def rank(self:Contest,
 @patch
 def predict(self:Contest,
     plans:list, # a plan for each layer, in which nothing else is compressed
+    share=1.,   # of the samples
 )->float:
     """The metric if what these plans do added up
 
@@ -487,13 +531,17 @@ def predict(self:Contest,
     ----------
     plans : list
         a plan for each layer, in which nothing else is compressed
+    share : default 1.
+        of the samples
 
     Returns
     -------
     float
     """
-    alone = [self.meter.score(plan).value for plan in plans]
-    return predicted_from(alone, self.dense.value, self.meter.sign)
+    dense = self.dense.value
+    there = dense if share == 1 else self.meter.score(Plan(), share=share).value
+    alone = [dense + self.meter.score(plan, share=share).value - there for plan in plans]
+    return predicted_from(alone, dense, self.meter.sign)
 
 # %% ../../nbs/plans/08_meter.ipynb #edcfc904
 @patch
@@ -504,6 +552,7 @@ def result(self:Contest,
     *, budgets:dict,   # what all plans keep to
     metric_name:str,   # for display
     settings:dict,     # how it was measured
+    share:float=1.,    # of the samples, for the layers alone
 )->SearchResult:
     """Rank the plans, and say of the best what was to be expected of it
 
@@ -521,6 +570,8 @@ def result(self:Contest,
         for display
     settings : dict
         how it was measured
+    share : float, default 1.
+        of the samples, for the layers alone
 
     Returns
     -------
@@ -528,7 +579,7 @@ def result(self:Contest,
     """
     ranking = self.rank(report, columns)
     best = ranking[0]["plan"]
-    predicted = self.predict(each_alone(best))
+    predicted = self.predict(each_alone(best), share)
     return SearchResult(
         plan=self.plans[best],
         plan_name=best,
@@ -536,7 +587,7 @@ def result(self:Contest,
         baseline_metric=self.dense.value,
         predicted_metric=predicted,
         measured_metric=self.scores[best].value,
-        evaluations=self.meter.n,
+        evaluations=math.ceil(self.meter.n - 1e-6),
         ranking=ranking,
         plans=self.plans,
         metric_name=metric_name,
