@@ -513,14 +513,9 @@ def test_quantize_at_the_door():
     with pytest.raises(ValueError, match="the plan for 'a' is in bits"): quantize_model(model, {"a": 32})
     with pytest.raises(KeyError, match="did you mean 'head'"): quantize_model(model, {"heat": 4})
     with pytest.raises(KeyError, match="layer '1' is a Embedding and not among the layers to compress"): quantize_model(nn.Sequential(nn.Linear(3, 3), nn.Embedding(2, 2)), {"1": 4})
-    with pytest.raises(ValueError, match="targets differ"): quantize_model(model, {"a": 4, "b": 5})
-    with pytest.raises(ValueError, match="another model: a had 63 weights when it was measured, and has 64"): quantize_model(model, BitPlan({"a": 4}, weights={"a": 63}))
     with pytest.raises(ValueError, match="leave them out of the plan: a: an output of this layer has 8 weights, which groups of 5 do not divide; head"): quantize_model(model, {"a": 4, "head": 4}, quant_group_size=5)
-    with pytest.raises(ValueError, match="activations need ranges: give calibration_data, or a sample"): quantize_model(model, {"a": 4}, quant_activations=True)
     with pytest.raises(ValueError, match="attn.in_proj_weight: no output of this layer was seen"): quantize_model(model, 4, quant_activations=True, sample=x)
     with pytest.raises(ValueError, match="did you mean 'percentile'"): quantize_model(model, {"a": 4}, quant_activations=True, quant_ranges="percentil", sample=x)
-    with pytest.raises(TypeError, match="model is an nn.Module"): quantize_model("model", 4)
-    with pytest.raises(ValueError, match="no compressible layer"): quantize_model(nn.ReLU(), 4)
     assert set(changes(before, fingerprint(model))) <= {"rng: torch"}
 
 

@@ -138,7 +138,7 @@ def shuffled():
         "drop_last": DataLoader(ds, 16, shuffle=True, drop_last=True),
         "sampler": DataLoader(ds, 16, sampler=torch.utils.data.RandomSampler(ds, generator=torch.Generator())),
         "batch sampler": DataLoader(ds, batch_sampler=torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(ds), 16, False)),
-        "fastai train": DataLoaders.from_dsets(ds, ds, bs=16, device="cpu").train,
+        "fastai train": DataLoaders.from_dsets(ds, ds, bs=16, device="cpu", num_workers=0).train,
     }
 
 
@@ -194,10 +194,9 @@ def test_what_is_no_classification_is_told_what_to_write(make, targets, words):
 
 
 @pytest.mark.parametrize(("bad", "error", "words"), [
-    (((a, b) for a, b in [(x, y)]), ValueError, "read only once"),
     (None, TypeError, "NoneType"), ("accuracy", TypeError, "str"), (x, TypeError, "Tensor"),
-    (TensorDataset(x, y), TypeError, "DataLoader"), (DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=4), TypeError, "dls.valid"),
-    ({"input": x}, ValueError, "needs targets"), (DataLoader(TensorDataset(x[:0], y[:0])), ValueError, "is empty"),
+    (TensorDataset(x, y), TypeError, "DataLoader"), (DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=4, num_workers=0), TypeError, "dls.valid"),
+    (DataLoader(TensorDataset(x[:0], y[:0])), ValueError, "is empty"),
     ((x, torch.full_like(y, -100)), ValueError, "no target that counts")])
 def test_data_that_is_none(bad, error, words):
     """What came, and what would do."""
@@ -324,7 +323,7 @@ def test_a_learner_of_a_model_that_returns_a_model_output(objective):
     def accuracy(out, t): return (out.logits.argmax(1) == t).float().mean()
 
     ds = TensorDataset(x, y)
-    learn = Learner(DataLoaders.from_dsets(ds, ds, bs=16, device="cpu"), Wrapped(), loss_func=lambda out, t: F.cross_entropy(out["logits"], t), metrics=[accuracy])
+    learn = Learner(DataLoaders.from_dsets(ds, ds, bs=16, device="cpu", num_workers=0), Wrapped(), loss_func=lambda out, t: F.cross_entropy(out["logits"], t), metrics=[accuracy])
     result = SensitivityAnalyzer.from_learner(learn, objective=objective).analyze(verbose=False)
     assert result.baseline_metric == pytest.approx(right(learn.model.body).mean().item())
 

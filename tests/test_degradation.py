@@ -192,7 +192,6 @@ def test_measured_plans():
     assert got.plan == bits.to_bit_plan(net, target_bytes=1500) and got.size == got.plan.size_bytes <= 1500
     with quantize_model(net, got.plan), torch.no_grad(): out = net(x)
     with torch.no_grad(): close(got.model(x), out, 1e-6)
-    with pytest.raises(ValueError, match="one level leaves nothing to choose"): compress_to_size(net, x[:1], 40, "quantization", plan=bits[0])
 
 
 def test_out_of_reach_says_what_is_possible():
@@ -207,8 +206,6 @@ def test_out_of_reach_says_what_is_possible():
         with pytest.raises(ValueError, match="out of reach"): compress_to_size(net, x[:1], limit - 1, compression, absolute=True)
     with pytest.raises(ValueError, match="say absolute=True"): compress_to_size(net, x[:1], 5000)
     with pytest.raises(ValueError, match="can lose channels"): compress_to_size(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3), 50)
-    with pytest.raises(TypeError, match="model is an nn.Module"): compress_to_size("net", x[:1], 50)
-    with pytest.raises(ValueError, match="cost is 'bytes', 'params', 'flops' for pruning; got 'macs'; multiply-accumulates are 'flops'"): compress_to_size(net, x[:1], 50, cost="macs")
     with pytest.raises(ValueError, match="multiply-accumulates .1e-05 %. is out of reach"): compress_to_size(net, x[:1], ".00001 %", cost="flops")
     assert "multiply-accumulates" in repr(compress_to_size(net, x[:1], 50, cost="flops"))
     flops = analyze_degradation(net, x[:1], lambda m: .5, [100], cost="flops", runs=0, verbose=False)
@@ -283,8 +280,6 @@ def test_measured_plan_for_some_layers(compression):
     assert set(small.plan) == {"3"} and small.size <= .8*small.dense_size and torch.equal(small.model[0].weight, net[0].weight)
     early = SweepResult([sweep[0], SensitivityResult(compression, sweep[1].compression_level, sweep[1].baseline_metric, [r for r in sweep[1].layers if r.name != "3"])])
     if compression != "quantization": assert set(compress_to_size(net, x[:1], 95, compression, plan=early, layers=["3"]).plan) == {"3"}
-    part = SweepResult([SensitivityResult(r.compression_type, r.compression_level, r.baseline_metric, r.layers[:1]) for r in sweep])
-    with pytest.raises(ValueError, match="none of the layers that were named was measured: 3"): compress_to_size(net, x[:1], 80, compression, plan=part, layers=["3"])
 
 
 def test_measured_with_other_settings():
@@ -511,8 +506,7 @@ def test_critical_layers_of_a_sweep():
 
 def test_wrong_kinds():
     """What cannot be meant is refused where it is given, by name."""
-    net, result, curve = small_net(), made_up_result({"0": .3, "3": .1}), curve_of([0, .1, .2, .3, .4])
-    with pytest.raises(TypeError, match="eval_fn is a function of the model; got float"): analyze_degradation(net, x[:1], .9, verbose=False)
+    result, curve = made_up_result({"0": .3, "3": .1}), curve_of([0, .1, .2, .3, .4])
     for value in (True, math.nan):
         with pytest.raises(ValueError, match="min_drop is a number"): identify_critical_layers(result, min_drop=value)
     for allowed in ("standard_classification", -5, {"mine": -5}, True):

@@ -306,7 +306,7 @@ def learner(metrics=(), loss=None):
     """A Learner of two classes on random numbers"""
     torch.manual_seed(0)
     ds = TensorDataset(torch.randn(12, 3), torch.randint(0, 2, (12,)))
-    return Learner(DataLoaders.from_dsets(ds, ds, bs=6, device="cpu"), nn.Linear(3, 2), loss_func=loss or nn.CrossEntropyLoss(), metrics=list(metrics))
+    return Learner(DataLoaders.from_dsets(ds, ds, bs=6, device="cpu", num_workers=0), nn.Linear(3, 2), loss_func=loss or nn.CrossEntropyLoss(), metrics=list(metrics))
 
 
 any_learner = learner()

@@ -7,12 +7,16 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torchvision import models
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.efficientnet import EfficientNet, FusedMBConvConfig, MBConvConfig
 from torchvision.models.maxvit import MaxVit
+from torchvision.models.resnet import Bottleneck
 
 from fasterai_sens import SensitivityAnalyzer
 from fasterai_sens.core.fingerprint import changes, fingerprint
@@ -54,7 +58,7 @@ class Family:
     size: int = 32  # of the input
     options: dict = field(default_factory=dict)
     make: object = None  # instead of the builder, for a member that cannot be built for small inputs
-    narrow: object = None  # the same layers with fewer channels, for a member whose hundred millions of weights take most of the time
+    narrow: object = None  # the same layers with fewer channels, for a member whose weights take most of the time
 
 
 def small_maxvit(**kwargs):
@@ -87,13 +91,32 @@ def narrow_vit(num_classes, image_size):
     return models.VisionTransformer(image_size, 16, 12, 4, 64, 128, num_classes=num_classes)
 
 
+def narrow_efficientnet_v2(num_classes):
+    """`efficientnet_v2_s` with a third of the channels"""
+    fused = [(1, 3, 1, 8, 8, 2), (4, 3, 2, 8, 16, 4), (4, 3, 2, 16, 24, 4)]
+    plain = [(4, 3, 2, 24, 40, 6), (6, 3, 1, 40, 56, 9), (6, 3, 2, 56, 88, 15)]
+    blocks = [FusedMBConvConfig(*b) for b in fused] + [MBConvConfig(*b) for b in plain]
+    return EfficientNet(blocks, 0.2, num_classes=num_classes, norm_layer=partial(nn.BatchNorm2d, eps=1e-3), last_channel=320)
+
+
+def narrow_convnext(num_classes):
+    """`convnext_tiny` with a quarter of the channels"""
+    blocks = [CNBlockConfig(24, 48, 3), CNBlockConfig(48, 96, 3), CNBlockConfig(96, 192, 9), CNBlockConfig(192, None, 3)]
+    return models.ConvNeXt(blocks, 0.1, num_classes=num_classes)
+
+
+# other members by their own classes, with a quarter of the channels
+narrow_densenet = partial(models.DenseNet, 8, (6, 12, 24, 16), 16)
+narrow_wide_resnet = partial(models.ResNet, Bottleneck, [3, 4, 6, 3], width_per_group=32)
+
+
 FAST_START = dict(init_weights=False)  # torch's own initial weights, which are drawn faster
 FAMILIES = {
     "alexnet": Family("alexnet", 8, 7, size=63, narrow=small_classifier(models.alexnet)),
-    "convnext": Family("convnext_tiny", 59, 58),
-    "densenet": Family("densenet121", 121, 120),
+    "convnext": Family("convnext_tiny", 59, 58, narrow=narrow_convnext),
+    "densenet": Family("densenet121", 121, 120, narrow=narrow_densenet),
     "efficientnet": Family("efficientnet_b0", 82, 81),
-    "efficientnet_v2": Family("efficientnet_v2_s", 171, 170),
+    "efficientnet_v2": Family("efficientnet_v2_s", 171, 170, narrow=narrow_efficientnet_v2),
     "googlenet": Family("googlenet", 64, 49, {OUTPUT: 1, UNFOLLOWED: 6, STUCK: 8}, options=FAST_START),
     "inception": Family("inception_v3", 98, 94, {OUTPUT: 1, UNFOLLOWED: 3}, size=75, options=FAST_START),
     "maxvit": Family("maxvit_t", 151, 69, {OUTPUT: 1, STUCK: 59, MORE: 22}, size=64, make=small_maxvit),
@@ -111,7 +134,7 @@ FAMILIES = {
     "vgg": Family("vgg11", 11, 10, options=FAST_START, narrow=small_classifier(models.vgg11)),
     "vgg_bn": Family("vgg11_bn", 11, 10, options=FAST_START, narrow=small_classifier(models.vgg11_bn)),
     "vit": Family("vit_b_16", 50, 12, {OUTPUT: 1, STUCK: 37}, options=dict(image_size=32), narrow=narrow_vit),
-    "wide_resnet": Family("wide_resnet50_2", 54, 53),
+    "wide_resnet": Family("wide_resnet50_2", 54, 53, narrow=narrow_wide_resnet),
 }
 
 

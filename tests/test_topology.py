@@ -6,6 +6,7 @@ import math
 import random
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,25 +76,27 @@ def mobilenet_sets():
 
 SETS = {
     "resnet18": resnet_sets((2, 2, 2, 2), "conv2"),
-    "resnet34": resnet_sets((3, 4, 6, 3), "conv2"),
-    "resnet50": resnet_sets((3, 4, 6, 3), "conv3"),
+    "resnet26": resnet_sets((2, 2, 3, 2), "conv3"),
     "mobilenet_v2": mobilenet_sets(),
     "alexnet": [],
-    "vgg11": [],
-    "vgg11_bn": [],
     "squeezenet1_1": [],
     "googlenet": [],
-    "densenet121": [],
+    "densenet": [],
 }
+# the blocks of larger members, fewer of them
+SHORT = dict(
+    resnet26=partial(tv.ResNet, tv.resnet.Bottleneck, [2, 2, 3, 2]),
+    densenet=partial(tv.DenseNet, 16, (3, 3, 3, 3), 32),
+    googlenet=partial(tv.googlenet, aux_logits=False, init_weights=False),
+)
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_dependency_sets(name, tmp_path):
     """Coupled layers as the architecture couples them, every layer in one set, and the file says the same"""
     torch.manual_seed(0)
-    extra = dict(aux_logits=False, init_weights=False) if name == "googlenet" else {}
-    model = getattr(tv, name)(weights=None, num_classes=5, **extra)
-    sets = (dependency := ChannelDependency(model, image())).dependency_sets
+    model = (SHORT.get(name) or getattr(tv, name))(num_classes=5)
+    sets = (dependency := ChannelDependency(model, image(64 if name == "alexnet" else 32))).dependency_sets
     by_first = sorted(s for s in map(sorted, sets) if len(s) > 1)
     assert by_first == sorted(map(sorted, SETS[name]))
     assert sorted(n for s in sets for n in s) == sorted(compressible(model))
@@ -147,7 +150,7 @@ def test_only_the_output_of_a_resnet_is_unsafe():
 def test_residual_stream_of_a_vit_is_unsafe():
     """torchvision writes the width into a reshape; the reason quotes it. The hidden layers of the MLPs can shrink"""
     torch.manual_seed(0)
-    unsafe = unsafe_of(model := tv.vit_b_16(image_size=32, num_classes=3), image(32))
+    unsafe = unsafe_of(model := tv.VisionTransformer(32, 16, 12, 4, 64, 128, num_classes=3), image(32))
     hidden = {f"encoder.layers.encoder_layer_{i}.mlp.0" for i in range(12)}
     assert not hidden & set(unsafe)
     stream = {"conv_proj", "encoder.layers.encoder_layer_0.mlp.3", "encoder.layers.encoder_layer_11.self_attention.out_proj"}
@@ -159,7 +162,7 @@ def test_residual_stream_of_a_vit_is_unsafe():
 def test_swin_ends():
     """The search for coupled layers would not end on its own"""
     torch.manual_seed(0)
-    model = tv.swin_t(num_classes=3)
+    model = tv.SwinTransformer([4, 4], 24, [2, 2, 6, 2], [1, 2, 4, 8], [7, 7], num_classes=3)   # swin_t, narrower
     unsafe = unsafe_of(model, image())
     hidden = {n for n in compressible(model) if n.endswith("mlp.0")}
     assert len(hidden) == 12 and not hidden & set(unsafe)
@@ -1112,7 +1115,7 @@ def test_something_is_left_of_every_layer():
     assert {layer.name for layer in result.layers} | {n for n, _ in result.skipped} >= {"a", "head"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_groups_at_once(seed):
     """A third of every group of a residual network with gates, at random, in one go"""
     torch.manual_seed(seed)
@@ -1517,7 +1520,8 @@ def batch_norm_of(model):
     return found
 
 
-NETS = {"resnet18": (tv.resnet18, 50), "mobilenet_v2": (tv.mobilenet_v2, 50), "resnext50": (tv.resnext50_32x4d, 75)}
+resnext = partial(tv.ResNet, tv.resnet.Bottleneck, [1, 1, 1, 1], groups=32, width_per_group=4)   # one block in each stage
+NETS = {"resnet18": (tv.resnet18, 50), "mobilenet_v2": (tv.mobilenet_v2, 50), "resnext": (resnext, 75)}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -1787,7 +1791,7 @@ def dropped(groups, masks):
 def test_resnext_keeps_three_quarters(seed):
     """Masks that leave at most three of four channels in each of 32 groups, anywhere in them: three stay, not four"""
     torch.manual_seed(seed)
-    model, x = tv.resnext50_32x4d(num_classes=3), image(32)
+    model, x = resnext(num_classes=3), image(32)
     masks = {}
     for n, m in model.named_modules():
         if n.startswith("layer1") and n.endswith(("conv1", "conv2")):
@@ -1795,7 +1799,7 @@ def test_resnext_keeps_three_quarters(seed):
             keep[0] = torch.tensor([True, True, True, False])
             masks[n] = rows_mask(m.weight, keep.flatten())
     fixed = fix_mask_conflict(masks, model, x)
-    assert len(fixed) == 6
+    assert len(fixed) == 2
     for n, mask in fixed.items():
         assert kept(mask)[kept(masks[n])].all()
         assert kept(mask).view(32, 4).sum(1).tolist() == [3] * 32
