@@ -29,6 +29,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.convnext import CNBlockConfig
 from toys import peer
 
 import fasterai_sens.methods.pruner as pruner_module
@@ -67,7 +68,10 @@ def distinct(model, seed=0):
 
 
 # families whose smallest member is large: the same blocks, fewer and narrower
-SHORT = dict(densenet=partial(tv.DenseNet, 16, (3, 3, 3, 3), 32), vit=partial(tv.VisionTransformer, 32, 16, 3, 4, 64, 128))
+SHORT = dict(
+    densenet=partial(tv.DenseNet, 16, (3, 3, 3, 3), 32), vit=partial(tv.VisionTransformer, 32, 16, 3, 4, 64, 128),
+    convnext=partial(tv.ConvNeXt, [CNBlockConfig(24, 48, 2), CNBlockConfig(48, 96, 2), CNBlockConfig(96, None, 2)]),
+    resnext=partial(tv.ResNet, tv.resnet.Bottleneck, [1, 1, 1, 1], groups=32, width_per_group=4))
 
 
 @cache
@@ -158,7 +162,7 @@ def others(n, gone):
 
 # ---------------------------------------------------------------- what is measured is what is done
 
-coupled = dict(resnet18=12, mobilenet_v2=25, densenet=28, efficientnet_b0=40, vit=3, convnext_tiny=22)  # groups that can be pruned
+coupled = dict(resnet18=12, densenet=28, efficientnet_b0=40, vit=3, convnext=9)  # groups that can be pruned
 
 
 def pruned_losses(model, names, pct, reuse):
@@ -466,7 +470,7 @@ def test_every_group_keeps_its_best_channel():
 
 
 @pytest.mark.parametrize("context", ["local", "global"])
-@pytest.mark.parametrize("arch", ["resnet18", "resnext50_32x4d", "mobilenet_v2"])
+@pytest.mark.parametrize("arch", ["resnet18", "resnext", "mobilenet_v2"])
 def test_multiples_of_eight(arch, context):
     """Also in grouped convolutions, which lose as many channels from each group."""
     old, model = made(arch), made(arch)
@@ -477,9 +481,9 @@ def test_multiples_of_eight(arch, context):
     assert sum(widths(model)[n] for n in ours) < .8 * sum(widths(old)[n] for n in ours)
     if context == "local":
         grouped = [n for n, m in old.named_modules() if isinstance(m, nn.Conv2d) and m.groups > 1]
-        assert all(abs(widths(model)[n] - .55 * widths(old)[n]) <= 8 for n in ours if arch != "resnext50_32x4d" and n not in grouped)
+        assert all(abs(widths(model)[n] - .55 * widths(old)[n]) <= 8 for n in ours if arch != "resnext" and n not in grouped)
     for m in model.modules():
-        if isinstance(m, nn.Conv2d) and arch == "resnext50_32x4d" and m.groups > 1:
+        if isinstance(m, nn.Conv2d) and arch == "resnext" and m.groups > 1:
             assert m.groups == 32 and m.out_channels % 32 == m.in_channels % 32 == 0
     assert model(images).shape == (2, 10)
 
@@ -709,7 +713,7 @@ def test_the_report_is_a_count(arch, capsys):
     pruner = Pruner(model, 40, example_inputs=images)
     pruner.prune_model()
     pruner.print_sparsity()
-    lines, after = capsys.readouterr().out.splitlines(), count()
+    lines, after = [line for line in capsys.readouterr().out.splitlines() if line.split()], count()   # a slow machine shows a bar
     for what in before:
         words = next(line for line in lines if line.startswith(what)).split()
         assert (int(words[1].replace(",", "")), int(words[3].replace(",", ""))) == (before[what], after[what])
@@ -748,7 +752,7 @@ def test_the_smaller_model_trains(arch):
     assert seen[-1] < .9 * seen[0]
 
 
-@pytest.mark.parametrize("arch", ["small", "resnet18", "mobilenet_v2", "vit"])
+@pytest.mark.parametrize("arch", ["small", "resnet18", "vit"])
 def test_the_smaller_model_is_saved_copied_and_exported(arch):
     model, file = smaller(arch, {f"encoder.layers.encoder_layer_{i}.mlp.0": 40 for i in (0, 2)} if arch == "vit" else 40), io.BytesIO()
     with torch.no_grad():
@@ -1249,7 +1253,7 @@ def test_fasterai_03_removes_the_same_channels(old):
     model = made("resnet18")
     groups = [g for g in channel_groups(model, images) if not g.reason]
     assert len(groups) == 12
-    for g in groups:
+    for g in groups[::2]:   # each stage, its residual stream and what is inside
         a, b = made("resnet18"), made("resnet18")
         Pruner(a, {g.name: 50}, example_inputs=images).prune_model()
         with warnings.catch_warnings():
