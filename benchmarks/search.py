@@ -8,6 +8,8 @@ counts its share, and a backward pass counts as two forward passes. `ours` is `s
 layer's error is a coefficient times the square of its place among sparsities that each drop a tenth of what is left, the best mix of these is found exactly, and the coefficients are searched: at random for a tenth of the evaluations, then in a tenth of the layers anew, the share of layers shrinking. Both others get the plans that `search_targets` starts from (measured by them at their cost), and as many evaluations as ours took.
 
 The score is accuracy on held-out data or, for the transformer, bits a byte (lower is better). The table gives it for each seed, the mean, and the loss on the samples that were searched with.
+
+Run so far: ResNet-18, 80 %, seed 0, 120 evaluations: best start .8392, evolution .9665 (loss .2192), ours .9782 (loss .1772). The other cells, bits and multiply-accumulates were not run yet.
 """
 import argparse
 import math
