@@ -105,14 +105,17 @@ def is_telling(
     return False
 
 # %% ../../nbs/measure/06_effects.ipynb #c869bfc2
-def _noise_like(
+def _make_noise(
     name:str, # of the parameter, which seeds the noise
-    p:Tensor, # the parameter
-)->Tensor:    # same shape, divided by the square root of the inputs of an output
-    "Noise as large as fresh weights; always the same for a name"
+    p:Tensor, # the parameter, changed in place
+):
+    "Noise as large as fresh weights, in the place of the numbers of `p`; always the same for a name"
     source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     outputs = len(p) if p.dim() else 1
-    return torch.randn(p.shape, generator=source)/math.sqrt(p.numel()/outputs)
+    is_usual = p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
+    noise = p.data if is_usual else torch.empty(p.shape)
+    noise.normal_(generator=source).div_(math.sqrt(p.numel()/outputs))
+    if not is_usual: p.data.copy_(noise)
 
 @contextmanager
 def shaken(
@@ -131,7 +134,7 @@ def shaken(
     with leave_no_trace(model, list(chosen)):
         for name, p in model.named_parameters():
             if p not in chosen: continue
-            if p.is_floating_point() and p.numel(): p.data.copy_(_noise_like(name, p))
+            if p.is_floating_point() and p.numel(): _make_noise(name, p)
         forget_casts()
         yield model
 
@@ -250,8 +253,9 @@ def no_effect(
     part, dense = compiled_part(model), answer(model, sample)
     units = _units_to_ask(model, part)
     if not units or not is_telling(dense): return None
-    first = answer_shaken(model, sample, weights_of(units[:3]))
-    if first is None or not same_answer(dense, first): return None
+    for unit in units[:3]:   # one at a time, since each takes a copy of its weight
+        shaken_answer = answer_shaken(model, sample, weights_of([unit]))
+        if shaken_answer is None or not same_answer(dense, shaken_answer): return None
     if not _passes_unseen(model, sample, weights_of(units)): return None   # the first layers are not reached, or hidden
     where = ""
     if part is not None and part is not model: where = f" in its compiled part ({units[0].name!r}, ...)"

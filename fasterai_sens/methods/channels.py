@@ -1190,6 +1190,7 @@ def pick(
         roots = set(p.roots)
         if roots and roots != everything: smaller.append(roots)
     order = scores.nan_to_num(nan=torch.inf).argsort(stable=True)
+    if not smaller and n < len(granules): return [granules[i] for i in sorted(order[:n].tolist())]
     chosen, gone = [], set()
     for i in order.tolist():
         if len(chosen) == n: break

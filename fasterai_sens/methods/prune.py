@@ -80,7 +80,8 @@ def channel_scores(
             scores = _part_scores(unit, part, criteria).cpu()
             total = total + _by_root(part, scores, n)
             n_parts += 1
-    of_granules = torch.stack([total[granule].mean() for granule in group.granules])
+    channels = torch.tensor(group.granules)
+    of_granules = total[channels].mean(1)
     return of_granules/max(n_parts, 1)
 
 # %% ../../nbs/methods/08_prune.ipynb #a4377c9e
