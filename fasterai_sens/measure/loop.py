@@ -907,12 +907,12 @@ def measure(
             run = _Measurement(bench, eval_fn, stop, metric_name, higher_is_better, reuse)
             with PutBack(lambda: reuse.forget): _evaluate_all(run, steps, found, verbose, check)
             return run, found
-        for reuse in (reuse or AsItComes(), AsItComes(), AsItComes()):
+        for way in (reuse or AsItComes(), AsItComes(), AsItComes()):
             try:
-                run, found = attempt(reuse)
+                run, found = attempt(way)
                 break
             except (Distrusted, Unsteady) as e:   # each of them comes once at most
-                reuse.off(str(e))
+                if isinstance(e, Unsteady): way.off(str(e))
                 forget_untouched(eval_fn)
     base = run.base
     order = {layer.name: i for i, u in enumerate(units) for layer in u.layers}
