@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['n_samples', 'cut', 'in_pieces', 'Piece', 'drawn', 'pieces_of', 'has_gradients', 'chosen', 'picked', 'has_parts',
-           'Curvature', 'readers', 'curvature']
+           'Curvature', 'readers', 'through_gates', 'curvature']
 
 # %% ../../nbs/measure/09_curvature.ipynb #43fd7582
 import math
@@ -195,7 +195,8 @@ def pieces(self:Evaluation,
     by_metric = by == "metric" or self.objective is None
     device = next((p.device for p in model.parameters()), None)
     for x, y, place in in_pieces(pairs_of(self.data, device), size):
-        n, preds = place.stop - place.start, call(model, x)
+        n = place.stop - place.start
+        preds = call(model, x)
         if by_metric: yield Piece(n, sign*_mean(self.metric(preds, y)), places=_places(y, n))
         elif isinstance(self.objective, Divergence): yield _of_divergence(self.objective.part(place), preds, y, n)
         else: yield Piece(n, _mean(self.objective(preds, y)), places=_places(y, n))
@@ -236,7 +237,8 @@ def pieces(self:ClassifierData,
     device = next((p.device for p in model.parameters()), None)
     for k, pair in enumerate(self.batches(device)):
         for x, y, place in in_pieces([pair], size):
-            n, (logq, targs, counts, _) = place.stop - place.start, classified(model, call(model, x), y)
+            n = place.stop - place.start
+            logq, targs, counts, _ = classified(model, call(model, x), y)
             if not counts.any(): continue
             logp = self.untouched[k][place]
             loss = means_where(kl_divergence(logp, logq, 1), counts).mean()
@@ -446,6 +448,24 @@ class Curvature:
     n:int=0          # samples that were looked at
     cost:int=0       # forward passes of one sample that it took; a backward pass counts as two
 
+@patch
+def remember(self:Curvature,
+    gradients:dict, # tensor -> gradient on one piece
+    scale:float,    # what a square of them counts
+    groups,         # of `ChannelGroup`
+):
+    """Nothing: the squares are enough
+
+    Parameters
+    ----------
+    gradients : dict
+        tensor -> gradient on one piece
+    scale : float
+        what a square of them counts
+    groups
+        of `ChannelGroup`
+    """
+
 def _add(sums:dict, key, value:Tensor):
     "Add to what is there, or be the first"
     if key in sums: sums[key] += value
@@ -469,16 +489,18 @@ def add(self:Curvature,
         of `ChannelGroup`
     """
     if not piece.has_gradients:
-        raise ValueError("the objective has no gradients: it was computed without a graph, or it is a count such as accuracy; "
-                         "give data with a loss, such as evaluation(data, metric, objective='kl')")
+        raise ValueError(
+            "the objective has no gradients: it was computed without a graph, or it is a count such as accuracy; "
+            "give data with a loss, such as evaluation(data, metric, objective='kl')")
     slopes = _gradients(piece.loss, tensors, keep=piece.likelihood is not None)
     steep = slopes if piece.likelihood is None else _gradients(piece.likelihood, tensors)
     scale = piece.n*piece.n*piece.places   # a mean over n has a square n times smaller, and counts n times
+    self.remember(steep, scale, groups)
     for t in tensors:
         _add(self.slopes, t, slopes[t]*piece.n)
         _add(self.fishers, t, steep[t].square()*scale)
     for g in groups:
-        slope, fisher = (_through_gates(g, of) for of in (slopes, steep))
+        slope, fisher = (through_gates(g, of) for of in (slopes, steep))
         self._add_gate(g.name, slope*piece.n, fisher.square()*scale)
     self.value += piece.loss.item()*piece.n
     self.n += piece.n
@@ -517,11 +539,24 @@ def readers(
         for unit in group.graph.units_at.get(part.module, ()): found.append((part, unit))
     return found
 
-def _through_gates(
+def through_gates(
     group:ChannelGroup,
     gradients:dict,     # tensor -> gradient
 )->Tensor:              # one for each channel of the root
-    "Gradient with respect to a gate on each channel: weight times gradient, over all that read it"
+    """Gradient with respect to a gate on each channel: weight times gradient, over all that read it
+
+    Parameters
+    ----------
+    group : ChannelGroup
+        a `ChannelGroup`: layers whose output channels can only be removed together
+    gradients : dict
+        tensor -> gradient
+
+    Returns
+    -------
+    Tensor
+        one for each channel of the root
+    """
     total = torch.zeros(n_outputs(group.root))
     for part, unit in readers(group):
         product = filters_first(unit.module, gradients[unit.weight]*unit.weight.detach())
@@ -538,6 +573,7 @@ def curvature(
     units:list,      # of `Unit`, whose tensors are looked at
     groups=(),       # of `ChannelGroup`, whose channels are looked at; the model must be whole
     size:int=30,     # samples of a piece
+    kind:type=Curvature, # what is kept of each piece
 )->Curvature:
     """Slope and curvature of the objective at the model's present weights. Raises ValueError if it has no gradients
 
@@ -553,6 +589,8 @@ def curvature(
         of `ChannelGroup`, whose channels are looked at; the model must be whole
     size : int, default 30
         samples of a piece
+    kind : type, default Curvature
+        what is kept of each piece
 
     Returns
     -------
@@ -560,7 +598,7 @@ def curvature(
     """
     all_units = [*units, *(unit for g in groups for _, unit in readers(g))]
     tensors = list(dict.fromkeys(t for unit in all_units for t in unit.tensors))
-    found = Curvature()
+    found = kind()
     with leave_no_trace(model, weights=()), torch.enable_grad():
         model.eval()
         for t in tensors: t.requires_grad_(True)
