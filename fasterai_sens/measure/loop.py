@@ -325,6 +325,7 @@ class Workbench:
         self.start, self.watch = Snapshot(model), _watch(model)
         self.spare = Spare(self.watch.params)
         self.place = {id(p): i for i, p in enumerate(self.watch.params)}
+        self.names = list(self.watch.looks)
         self.careful = False    # whether to look at the whole model after each evaluation
         self.n, self.seen = 0, 0   # evaluations so far, and at the last look
         self.is_clean = True    # whether all weights are known to be what they were
@@ -392,6 +393,20 @@ def as_it_is(self:Workbench):
     finally: self.start.put_back(is_same=is_well)
 
 @patch
+def check_tensors(self:Workbench,
+    tensors:list, # some of its parameters
+):
+    """Raises ValueError if their numbers are not what they were at first
+
+    Parameters
+    ----------
+    tensors : list
+        some of its parameters
+    """
+    names = [self.names[self.place[id(t)]] for t in tensors]
+    refuse_writing([name for name in names if self.watch.looks[name].is_written()])
+
+@patch
 @contextmanager
 def in_place(self:Workbench,
     perturbation, # that writes to the tensors of its unit alone
@@ -407,6 +422,7 @@ def in_place(self:Workbench,
         what it compresses
     """
     tensors, restore_modules = unit.tensors, keep_modules(self.model, unit.modules)
+    self.check_tensors(tensors)   # what was written to them would be put back unseen
     is_well = False
     try:
         perturbation.change(self.model, unit)

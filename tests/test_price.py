@@ -1,0 +1,98 @@
+"""An analysis costs what its units weigh, and still no row notices what an earlier evaluation did."""
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fasterai_sens import Quantized, SensitivityAnalyzer, changes, fingerprint
+from fasterai_sens.core import keeping
+
+torch.set_num_threads(1)
+x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+
+
+def network(n=12):
+    """Linear layers with batch norm between them"""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(n) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6))))
+
+
+def score(m):
+    """A number"""
+    with torch.no_grad():
+        return m(x).square().mean().item()
+
+
+def rows(found):
+    """What was measured"""
+    return [(r.name, r.compressed_metric) for r in found.layers if r.prunable]
+
+
+def leaves_training_mode(m):
+    """Statistics move from then on"""
+    m.train()
+    m(x)
+
+
+def goes_half(m):
+    """The next input would be of another type"""
+    m[4].half().float()
+    m[1].eps = 1.0
+
+
+def adds_a_hook(m):
+    """Outputs double"""
+    m[3].register_forward_hook(lambda m, args, out: 2*out)
+
+
+@pytest.mark.parametrize("late", [leaves_training_mode, goes_half, adds_a_hook], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("method", ["sparsity", "quantization", "pruning"])
+@pytest.mark.parametrize("at", [1, 2, 6, 9, 13])
+def test_what_an_evaluation_leaves_behind_late_reaches_no_other_row(late, method, at):
+    """Whichever evaluation begins with it, the rows are those of a tidy one, and the model comes back"""
+    model, calls = network(), []
+    before = fingerprint(model)
+    level = 3 if method == "quantization" else 50
+    expected = rows(SensitivityAnalyzer(model, x, score, reuse=False).analyze(method, level, verbose=False))
+
+    def eval_fn(m):
+        calls.append(1)
+        value = score(m)
+        if len(calls) == at:
+            late(m)
+        return value
+
+    assert rows(SensitivityAnalyzer(model, x, eval_fn, reuse=False).analyze(method, level, verbose=False)) == expected
+    assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("most", [0, 2**24])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_weights_come_back_from_memory_and_from_a_file(monkeypatch, most, at):
+    """Also after a writing past PyTorch's count, in one evaluation of many"""
+    monkeypatch.setattr(keeping, "most_in_memory", most)
+    model, calls = network(), []
+    before = fingerprint(model)
+
+    def eval_fn(m):
+        calls.append(1)
+        if len(calls) == at:
+            m[8].weight.detach().numpy()[:] += 1
+        return score(m)
+
+    with pytest.raises(ValueError, match=r"changed the weights of the model \(8.weight\)"):
+        SensitivityAnalyzer(model, x, eval_fn, reuse=False).analyze(verbose=False)
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_a_unit_does_not_pay_for_the_others():
+    """Four times the layers take no more than twice as long for each of them"""
+    def each(n):
+        model, calls = nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), []
+        a = SensitivityAnalyzer(model, x[:1, :1].expand(1, 8), lambda m: float(len(calls)) + (calls.append(time.thread_time()) or 0.), reuse=False)
+        a.analyze(Quantized(4), verbose=False)
+        gaps = sorted(b - a for a, b in zip(calls, calls[1:], strict=False))
+        return gaps[len(gaps)//2]
+
+    assert min(each(400) for _ in range(3)) < 2*min(each(100) for _ in range(3))
