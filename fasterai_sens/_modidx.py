@@ -1125,6 +1125,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'fasterai_sens/measure/loop.py'),
                                             'fasterai_sens.measure.loop.Workbench.check': ( 'measure/loop.html#workbench.check',
                                                                                             'fasterai_sens/measure/loop.py'),
+                                            'fasterai_sens.measure.loop.Workbench.check_tensors': ( 'measure/loop.html#workbench.check_tensors',
+                                                                                                    'fasterai_sens/measure/loop.py'),
                                             'fasterai_sens.measure.loop.Workbench.count': ( 'measure/loop.html#workbench.count',
                                                                                             'fasterai_sens/measure/loop.py'),
                                             'fasterai_sens.measure.loop.Workbench.in_place': ( 'measure/loop.html#workbench.in_place',
