@@ -305,7 +305,7 @@ def chosen(
     pairs:list,  # inputs and targets of each batch
     share:float, # of all samples, 0..1; at least one
 )->list:         # for each batch the places of those that are chosen, rising
-    """Which samples are in a part; each larger part has all of a smaller one. Raises ValueError if they cannot be counted
+    """Which samples are in a part; a larger part has all of a smaller one. Raises ValueError if they cannot be counted
 
     Parameters
     ----------

@@ -365,7 +365,7 @@ def race(
     last:float,   # most that `track.spent` may come to
     seed:int=0,   # the same seed, the same race
 )->Runner:        # the best of them
-    """The best plan that is found from several starts: from three for a quarter of the evaluations, then from two, then from one
+    """The best plan that is found from several starts: first from three, then from two, then from one
 
     Parameters
     ----------
@@ -389,11 +389,12 @@ def race(
     steps = {name: step for name, (step, _) in track.sources.items()}
     runners = [Runner(plan, damage, dict(steps)) for plan, damage in starts]
     counts = [n_proposals, *(n for _, n in track.stages)]
-    round_cost = track.look_cost + sum(share*n for n, (share, _) in zip(counts, track.stages, strict=False)) + counts[-1]
+    on_parts = sum(share*n for n, (share, _) in zip(counts, track.stages, strict=False))
+    round_cost = track.look_cost + on_parts + counts[-1]
     first, turn = track.spent, 0
     while track.spent + round_cost <= last:
         used = (track.spent - first)/(last - first)
-        n_runners = 3 if used < .25 else 2 if used < .45 else 1
+        n_runners = 3 - sum(used >= share for share in (.25, .45))
         runners = sorted(runners, key=lambda r: r.damage)[:n_runners]
         take_turn(track, runners[turn % len(runners)], luck, chance)
         turn += 1

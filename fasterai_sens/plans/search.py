@@ -1026,9 +1026,9 @@ def search_targets(
 )->SearchResult:
     """The best plan of a given mean that is found by measurement
 
-    It starts from the baselines and the classic rule. With data as `eval_fn` (or `evaluation` of data) proposals race on
-    growing parts of them, with gradients if the objective has any; with a function it goes by exchange, also from the
-    end of a path of lower means. Raises as `budget` and `bind` do, and ValueError for too few evaluations.
+    It starts from the baselines and the classic rule. With data as `eval_fn` (or `evaluation` of data) proposals race
+    on growing parts of them, with gradients if the objective has any; with a function it goes by exchange, also from
+    the end of a path of lower means. Raises as `budget` and `bind` do, and ValueError for too few evaluations.
 
     Parameters
     ----------
