@@ -200,7 +200,7 @@ class _Watched:
     def __enter__(self): return self.follower
     def __exit__(self, kind, error, _):
         "Raises Astray"
-        if kind and issubclass(kind, Exception) and self.follower.is_delicate(): raise Astray from error
+        if kind and issubclass(kind, Exception) and self.follower.is_delicate(error): raise Astray from error
 
 def followed(
     model:nn.Module,   # whose calls are followed

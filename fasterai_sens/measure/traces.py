@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
+from traceback import walk_tb
 from typing import NamedTuple
 
 import torch
@@ -850,9 +852,23 @@ def stop_here(self:Recorder,
     self.stop(why)
 
 @patch
-def is_delicate(self:Recorder)->bool:
-    "Whether an error may come from being followed"
-    return True
+def is_delicate(self:Recorder,
+    error:Exception, # that the evaluation raised
+)->bool:
+    """Whether an error may come from being followed: it was raised by PyTorch, or by what is in this notebook
+
+    Parameters
+    ----------
+    error : Exception
+        that the evaluation raised
+
+    Returns
+    -------
+    bool
+    """
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    by_torch = files[-1].startswith(str(Path(torch.__file__).parent))
+    return by_torch or _handle.__code__.co_filename in files
 
 @patch
 def _obstacle(self:Recorder, func, args:tuple, kwargs:dict, key:tuple)->str|None:
@@ -1086,8 +1102,20 @@ def outside(self:Skipper,
 
 # %% ../../nbs/measure/10_traces.ipynb #3c5b61e2
 @patch
-def is_delicate(self:Skipper)->bool:
-    "Whether an error may come from stand-ins"
+def is_delicate(self:Skipper,
+    error:Exception, # that the evaluation raised
+)->bool:
+    """Whether an error may come from stand-ins
+
+    Parameters
+    ----------
+    error : Exception
+        that the evaluation raised
+
+    Returns
+    -------
+    bool
+    """
     return self.window is not None and self.window.n < self.plan.base
 
 @patch
