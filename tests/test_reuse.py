@@ -16,9 +16,9 @@ from toys import Net, lively, unchanged
 
 from fasterai_sens import FineTuned, Perturbation, Pruned, Quantized, SensitivityAnalyzer, Sparse, evaluation
 from fasterai_sens.core.layers import find_units
+from fasterai_sens.core.protocol import methods
 from fasterai_sens.measure.loop import AsItComes, measure
 from fasterai_sens.measure.reuse import Reuse, why_plain
-from fasterai_sens.methods.lowrank import LowRank
 
 library = torch.library.Library("reuse_tests", "DEF")
 library.define("linear(Tensor x, Tensor w, Tensor b) -> Tensor")
@@ -730,5 +730,5 @@ def test_pruning_reuses():
     assert reuse.on
     _, _, reuse = both(model, evaluate, [Quantized(4), Quantized(8)])
     assert reuse.n_reused >= 6
-    _, _, reuse = both(model, evaluate, [LowRank(20), LowRank(40)])
+    _, _, reuse = both(model, evaluate, [methods["low_rank"](20), methods["low_rank"](40)])
     assert reuse.n_reused >= 2

@@ -110,16 +110,19 @@ class Call:
     Parameters
     ----------
     module : nn.Module
+        the layer
     args : tuple
+        what it was called with, by position
     kwargs : dict
+        the same by name
     out : Tensor
         as it was, with the graph behind it until `slope` is known
     slope : Tensor|None, default None
         gradient of the objective, same shape
     """
-    module:nn.Module
-    args:tuple
-    kwargs:dict
+    module:nn.Module # the layer
+    args:tuple      # what it was called with, by position
+    kwargs:dict     # the same by name
     out:Tensor      # as it was, with the graph behind it until `slope` is known
     slope:Tensor|None=None # gradient of the objective, same shape
 
@@ -139,7 +142,7 @@ class OutputErrors:
     ): self.calls, self.n = calls, n
 
     def error(self,
-        module:nn.Module,
+        module:nn.Module, # the layer
         run:Callable, # (module, args, kwargs) -> output of the compressed layer
     )->float:
         """Half the weighted squares of what changes, per sample
@@ -147,6 +150,7 @@ class OutputErrors:
         Parameters
         ----------
         module : nn.Module
+            the layer
         run : Callable
             (module, args, kwargs) -> output of the compressed layer
 
@@ -200,12 +204,15 @@ class OutputErrors:
             total += self.error(part.module, run)
         return total
 
-def first_tensor(out)->Tensor:
+def first_tensor(
+    out, # what a layer returned
+)->Tensor:
     """The output of a layer, or the first of several
 
     Parameters
     ----------
     out
+        what a layer returned
 
     Returns
     -------
@@ -213,14 +220,21 @@ def first_tensor(out)->Tensor:
     """
     return next(iter(tensors_in(out)))
 
-def run_layer(module:nn.Module, args:tuple, kwargs:dict):
+def run_layer(
+    module:nn.Module, # the layer
+    args:tuple,       # what it is called with, by position
+    kwargs:dict,      # the same by name
+):
     """The layer on these inputs, without hooks
 
     Parameters
     ----------
     module : nn.Module
+        the layer
     args : tuple
+        what it is called with, by position
     kwargs : dict
+        the same by name
     """
     return module.forward(*args, **kwargs)
 
@@ -256,7 +270,7 @@ def without_inputs(
 
 # %% ../../nbs/measure/12_estimates.ipynb #139a464e
 def record_calls(
-    model:nn.Module,
+    model:nn.Module, # untouched; comes back bit for bit
     pieces:Callable, # from `pieces_of`
     modules:list,    # whose calls are wanted
     size:int=60,     # samples of the one piece that is looked at
@@ -266,6 +280,7 @@ def record_calls(
     Parameters
     ----------
     model : nn.Module
+        untouched; comes back bit for bit
     pieces : Callable
         from `pieces_of`
     modules : list
@@ -296,16 +311,27 @@ def record_calls(
     return OutputErrors(calls, piece.n)
 
 # %% ../../nbs/measure/12_estimates.ipynb #92ec33ab
-def look_by_fisher(model:nn.Module, pieces:Callable, units:list, groups:list, size:int)->Curvature:
+def look_by_fisher(
+    model:nn.Module,  # untouched
+    pieces:Callable,  # from `pieces_of`
+    units:list,       # of `Unit`
+    groups:list,      # of `ChannelGroup`
+    size:int,         # samples of a piece
+)->Curvature:
     """Slope and curvature of each weight
 
     Parameters
     ----------
     model : nn.Module
+        untouched
     pieces : Callable
+        from `pieces_of`
     units : list
+        of `Unit`
     groups : list
+        of `ChannelGroup`
     size : int
+        samples of a piece
 
     Returns
     -------
@@ -313,16 +339,27 @@ def look_by_fisher(model:nn.Module, pieces:Callable, units:list, groups:list, si
     """
     return curvature(model, pieces, units, groups, size)
 
-def look_by_taylor(model:nn.Module, pieces:Callable, units:list, groups:list, size:int)->Along:
+def look_by_taylor(
+    model:nn.Module,  # untouched
+    pieces:Callable,  # from `pieces_of`
+    units:list,       # of `Unit`
+    groups:list,      # of `ChannelGroup`
+    size:int,         # samples of a piece
+)->Along:
     """Slope of each weight, and curvature along each change
 
     Parameters
     ----------
     model : nn.Module
+        untouched
     pieces : Callable
+        from `pieces_of`
     units : list
+        of `Unit`
     groups : list
+        of `ChannelGroup`
     size : int
+        samples of a piece
 
     Returns
     -------
@@ -330,16 +367,27 @@ def look_by_taylor(model:nn.Module, pieces:Callable, units:list, groups:list, si
     """
     return curvature(model, pieces, units, groups, size, Along)
 
-def look_at_outputs(model:nn.Module, pieces:Callable, units:list, groups:list, size:int)->OutputErrors:
+def look_at_outputs(
+    model:nn.Module,  # untouched
+    pieces:Callable,  # from `pieces_of`
+    units:list,       # of `Unit`
+    groups:list,      # of `ChannelGroup`
+    size:int,         # samples of a piece
+)->OutputErrors:
     """What the layers get and give on two pieces
 
     Parameters
     ----------
     model : nn.Module
+        untouched
     pieces : Callable
+        from `pieces_of`
     units : list
+        of `Unit`
     groups : list
+        of `ChannelGroup`
     size : int
+        samples of a piece
 
     Returns
     -------
@@ -353,7 +401,7 @@ estimators = dict(fisher=look_by_fisher, taylor=look_by_taylor, output_error=loo
 
 # %% ../../nbs/measure/12_estimates.ipynb #25f6c003
 def check_estimable(
-    model:nn.Module,
+    model:nn.Module,      # untouched
     perturbations:list,   # of one method
     by:str,               # as the user gave it
     pieces:Callable|None, # from `pieces_of`
@@ -363,6 +411,7 @@ def check_estimable(
     Parameters
     ----------
     model : nn.Module
+        untouched
     perturbations : list
         of one method
     by : str
@@ -413,8 +462,8 @@ def estimate_sweep(
     wanted:dict|None=None, # name of a unit -> levels to predict it at; None: all units at all levels
     name:str="",        # of the method
     skipped=(),         # (name, reason) of what was left out before
-    metric_name:str="accuracy",
-    objective_name:str="objective",
+    metric_name:str="accuracy",     # for the results
+    objective_name:str="objective", # the same
     higher_is_better:bool=True, # direction of the metric
 )->SweepResult:
     """Predict what every unit does at every level. The untouched model is evaluated once
@@ -442,7 +491,9 @@ def estimate_sweep(
     skipped : default ()
         (name, reason) of what was left out before
     metric_name : str, default "accuracy"
+        for the results
     objective_name : str, default "objective"
+        the same
     higher_is_better : bool, default True
         direction of the metric
 
@@ -469,11 +520,11 @@ def estimate_sweep(
     return as_sweep(perturbations, found, [layer.name for unit in units for layer in unit.layers], by, name, about)
 
 def as_sweep(
-    perturbations:list,
+    perturbations:list, # of one method, one for each level
     found:dict,  # level -> (rows, what was left out)
     order:list,  # names of layers
     by:str,      # the estimator
-    method:str,
+    method:str,  # name of the method
     about:dict,  # what all results say of themselves
 )->SweepResult:
     """The results of all levels, marked as an estimate
@@ -481,6 +532,7 @@ def as_sweep(
     Parameters
     ----------
     perturbations : list
+        of one method, one for each level
     found : dict
         level -> (rows, what was left out)
     order : list
@@ -488,6 +540,7 @@ def as_sweep(
     by : str
         the estimator
     method : str
+        name of the method
     about : dict
         what all results say of themselves
 
@@ -516,18 +569,20 @@ class Agreement:
     measured : list
         the same
     spearman : float
+        rank correlation
     spearman_ci : tuple
         95 %
     kendall : float
+        the same, by pairs in order
     kendall_ci : tuple
         95 %
     """
     units:list      # names of the units that were measured, from robust to fragile as estimated
     estimated:list  # mean damage of each over the levels
     measured:list   # the same
-    spearman:float
+    spearman:float  # rank correlation
     spearman_ci:tuple # 95 %
-    kendall:float
+    kendall:float   # the same, by pairs in order
     kendall_ci:tuple  # 95 %
 
     @property

@@ -504,14 +504,21 @@ def get_ready(self:ShareTrack, runner, drawn):
 
 # %% ../../nbs/plans/09_search.ipynb #be714cf9
 @patch
-def along_curves(self:ShareTrack, runner, step, chance)->np.ndarray|None:
+def along_curves(self:ShareTrack,
+    runner,    # the `Runner` whose plan is moved
+    step,      # how far, as a logarithm
+    chance,    # a random generator
+)->np.ndarray|None:
     """The best mix within a trust region, by curves that are bent by chance
 
     Parameters
     ----------
     runner
+        the `Runner` whose plan is moved
     step
+        how far, as a logarithm
     chance
+        a random generator
 
     Returns
     -------
@@ -535,15 +542,23 @@ def _within(self:ShareTrack, i:int, share:float, step:float)->np.ndarray:
     if not 0 < low < high: return np.array([share])
     return np.union1d(np.geomspace(low, high, 21), [np.clip(share, low, high)])
 
+# %% ../../nbs/plans/09_search.ipynb #f8aba564
 @patch
-def exchanged(self:ShareTrack, runner, step, chance)->np.ndarray:
+def exchanged(self:ShareTrack,
+    runner,    # the `Runner` whose plan is moved
+    step,      # how far, as a logarithm
+    chance,    # a random generator
+)->np.ndarray:
     """Weights go from a layer to another one, as many as a factor of either is, once or more often
 
     Parameters
     ----------
     runner
+        the `Runner` whose plan is moved
     step
+        how far, as a logarithm
     chance
+        a random generator
 
     Returns
     -------
@@ -561,14 +576,21 @@ def exchanged(self:ShareTrack, runner, step, chance)->np.ndarray:
     return np.clip(kept, self.low, self.high)
 
 @patch
-def again(self:ShareTrack, runner, step, chance)->np.ndarray|None:
+def again(self:ShareTrack,
+    runner,    # the `Runner` whose plan is moved
+    step,      # how often the last gain
+    chance,    # a random generator
+)->np.ndarray|None:
     """As far as the last gain, times `step`, with a little chance
 
     Parameters
     ----------
     runner
+        the `Runner` whose plan is moved
     step
+        how often the last gain
     chance
+        a random generator
 
     Returns
     -------
