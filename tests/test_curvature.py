@@ -126,8 +126,8 @@ def test_channels_close_like_the_weights_that_read_them():
             net[4].weight[:, 2] *= fade
             losses.append(each(net(x), y).double().mean().item())
             net[4].weight[:, 2] /= fade
-    close(at.gates[group.name][0][2].item(), (losses[0] - losses[1])/2e-3, 1e-3)
+    assert at.gates[group.name][0][2].item() == pytest.approx((losses[0] - losses[1])/2e-3, abs=1e-3)
     p = Pruned(50)
     gone = [c for granule in p.goes(group) for c in granule]
     slope, fisher = at.gates[group.name]
-    close(at.rises(net, group, [p])[0], (fisher/2 - slope)[gone].sum().item(), 1e-6)
+    assert at.rises(net, group, [p])[0] == pytest.approx((fisher/2 - slope)[gone].sum().item(), abs=1e-6)

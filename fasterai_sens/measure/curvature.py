@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['n_samples', 'cut', 'in_pieces', 'Piece', 'drawn', 'pieces_of', 'has_gradients', 'chosen', 'picked', 'has_parts',
-           'Curvature', 'readers', 'through_gates', 'curvature']
+           'Curvature', 'readers', 'by_inputs', 'through_gates', 'curvature']
 
 # %% ../../nbs/measure/09_curvature.ipynb #43fd7582
 import math
@@ -539,6 +539,30 @@ def readers(
         for unit in group.graph.units_at.get(part.module, ()): found.append((part, unit))
     return found
 
+def by_inputs(
+    part,     # `Part` that reads the channels of a group
+    unit,     # `Unit` of the weight by which it does
+    t:Tensor, # shaped like that weight
+)->Tensor:    # `[groups, filters of a group, inputs of a group, positions ...]`
+    """A weight's numbers by the channels that they read
+
+    Parameters
+    ----------
+    part
+        `Part` that reads the channels of a group
+    unit
+        `Unit` of the weight by which it does
+    t : Tensor
+        shaped like that weight
+
+    Returns
+    -------
+    Tensor
+        `[groups, filters of a group, inputs of a group, positions ...]`
+    """
+    n_groups = getattr(part.module, "groups", 1)
+    return filters_first(unit.module, t).unflatten(0, (n_groups, -1))
+
 def through_gates(
     group:ChannelGroup,
     gradients:dict,     # tensor -> gradient
@@ -559,9 +583,7 @@ def through_gates(
     """
     total = torch.zeros(n_outputs(group.root))
     for part, unit in readers(group):
-        product = filters_first(unit.module, gradients[unit.weight]*unit.weight.detach())
-        n_groups = getattr(part.module, "groups", 1)
-        by_group = product.unflatten(0, (n_groups, -1))   # `[groups, filters, inputs, positions ...]`
+        by_group = by_inputs(part, unit, gradients[unit.weight]*unit.weight.detach())
         all_but_inputs = (1, *range(3, by_group.dim()))
         of_inputs = by_group.sum(all_but_inputs).flatten().cpu().float()
         total.index_add_(0, torch.tensor(part.roots), of_inputs[torch.tensor(part.idxs)])

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['estimators', 'Along', 'Call', 'OutputErrors', 'first_tensor', 'run_layer', 'without_inputs', 'record_calls',
-           'look_by_fisher', 'look_by_taylor', 'look_at_outputs', 'check_estimable', 'estimate_sweep', 'as_sweep',
-           'Agreement', 'rank_interval', 'agreement', 'choose_spread', 'mean_rises', 'warn_of']
+           'look_by_fisher', 'look_by_taylor', 'look_at_outputs', 'check_estimator', 'check_gradients',
+           'estimate_sweep', 'as_sweep', 'Agreement', 'rank_interval', 'agreement', 'choose_spread', 'mean_rises',
+           'warn_of']
 
 # %% ../../nbs/measure/12_estimates.ipynb #febd1402
 import math
@@ -27,7 +28,9 @@ from ..core.results import SensitivityResult
 from ..core.state import leave_no_trace
 from ..core.sweeps import SweepResult
 from ..methods.channels import ChannelGroup
-from .curvature import Curvature, Piece, curvature, has_gradients, pieces_of, readers, through_gates
+from fasterai_sens.measure.curvature import (
+    Curvature, by_inputs, curvature, has_gradients, pieces_of, readers, through_gates
+)
 from .loop import evaluate, rows_of
 from .scores import Score
 
@@ -260,9 +263,7 @@ def without_inputs(
     Tensor
         shaped like the weight
     """
-    rows = filters_first(unit.module, unit.weight.detach().clone())
-    n_groups = getattr(part.module, "groups", 1)
-    by_group = rows.unflatten(0, (n_groups, -1))   # `[groups, filters, inputs of a group, positions ...]`
+    by_group = by_inputs(part, unit, unit.weight.detach().clone())
     n_inputs = by_group.shape[2]
     for root, i in zip(part.roots, part.idxs, strict=True):
         if root in gone: by_group[i//n_inputs, :, i % n_inputs] = 0
@@ -400,28 +401,36 @@ def look_at_outputs(
 estimators = dict(fisher=look_by_fisher, taylor=look_by_taylor, output_error=look_at_outputs)
 
 # %% ../../nbs/measure/12_estimates.ipynb #25f6c003
-def check_estimable(
-    model:nn.Module,      # untouched
-    perturbations:list,   # of one method
-    by:str,               # as the user gave it
-    pieces:Callable|None, # from `pieces_of`
+def check_estimator(
+    by:str,             # as the user gave it
+    perturbations:list, # of one method
 ):
-    """Raises KeyError for an unknown estimator, ValueError for what has no gradients or is no change of weights
+    """Raises KeyError for an unknown estimator, ValueError for what is no change of weights
 
     Parameters
     ----------
-    model : nn.Module
-        untouched
-    perturbations : list
-        of one method
     by : str
         as the user gave it
-    pieces : Callable|None
-        from `pieces_of`
+    perturbations : list
+        of one method
     """
     if by not in estimators: raise unknown_name(by, estimators, "by")
     if any(p.settings.get("activations") for p in perturbations):
         raise ValueError("an estimate looks at weights only; leave activations out, or measure them, with sweep")
+
+def check_gradients(
+    model:nn.Module,      # untouched, evaluated once
+    pieces:Callable|None, # from `pieces_of`
+):
+    """Raises ValueError for an evaluation without gradients
+
+    Parameters
+    ----------
+    model : nn.Module
+        untouched, evaluated once
+    pieces : Callable|None
+        from `pieces_of`
+    """
     if has_gradients(model, pieces): return
     raise ValueError(
         "an estimate needs an objective with gradients, on data that it can look at piece by piece: let eval_fn be "
@@ -468,7 +477,7 @@ def estimate_sweep(
 )->SweepResult:
     """Predict what every unit does at every level. The untouched model is evaluated once
 
-    Raises as `check_estimable` does.
+    Raises as `check_estimator` does, before anything is evaluated, and as `check_gradients`.
 
     Parameters
     ----------
@@ -501,9 +510,10 @@ def estimate_sweep(
     -------
     SweepResult
     """
+    check_estimator(by, perturbations)
     pieces = pieces_of(eval_fn, higher_is_better=higher_is_better)
     base = evaluate(model, eval_fn)
-    check_estimable(model, perturbations, by, pieces)
+    check_gradients(model, pieces)
     what, value, rises = metric_name, base.value, higher_is_better
     if base.objective is not None: what, value, rises = objective_name, base.objective, False
     groups = [unit for unit in units if isinstance(unit, ChannelGroup) and not unit.reason]
