@@ -172,7 +172,8 @@ class Runner:
 
 class Track:
     "What a race needs to know: plans of one budget, what they do, and where proposals come from"
-    sources = {}       # name -> (how far it goes at first, how often it is asked at first)
+    # name -> (how far it goes at first, how often it is asked at first); one of them always has something to say
+    sources = {}
     stages = (.1, 3), (1/3, 1) # share of the samples, and how many proposals stay after that
     spent = 0.         # evaluations so far; one of a tenth of the samples counts a tenth
     look_cost = 0.     # what `get_ready` may cost
@@ -346,6 +347,9 @@ def take_turn(
         a NumPy generator
     """
     proposals = draw(track, runner, luck, chance)
+    if not proposals:   # all that were asked have nothing to say here, so next time all are asked alike
+        luck.update(dict.fromkeys(luck, 1.))
+        return
     survivors, (best, *_) = sift(track, proposals)
     plan, source, step = best
     now = track.damage(plan)
