@@ -1551,6 +1551,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fasterai_sens/measure/traces.py'),
                                               'fasterai_sens.measure.traces.is_used': ( 'measure/traces.html#is_used',
                                                                                         'fasterai_sens/measure/traces.py'),
+                                              'fasterai_sens.measure.traces.missing_parts': ( 'measure/traces.html#missing_parts',
+                                                                                              'fasterai_sens/measure/traces.py'),
                                               'fasterai_sens.measure.traces.never_skipped': ( 'measure/traces.html#never_skipped',
                                                                                               'fasterai_sens/measure/traces.py'),
                                               'fasterai_sens.measure.traces.outputs': ( 'measure/traces.html#outputs',

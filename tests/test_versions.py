@@ -13,6 +13,8 @@ from torch import nn
 from toys import Net
 from transformers.pytorch_utils import Conv1D
 
+from fasterai_sens import SensitivityAnalyzer
+from fasterai_sens.measure.traces import missing_parts
 from fasterai_sens.methods.channels import trace
 from fasterai_sens.methods.proof import channel_groups
 
@@ -41,6 +43,27 @@ def test_torch_pruning_has_an_upper_bound():
 def changed(part):
     """What to say when a private part is not as it was."""
     return f"torch-pruning {tp.__version__} changed {part}, which `nbs/06_channels.ipynb` builds on: read it there, and mend"
+
+
+def test_private_parts_of_pytorch():
+    """What reuse takes from PyTorch although it is not documented."""
+    assert missing_parts() == [], "this PyTorch has moved what reuse is built on, so nothing is reused: see measure/10_traces"
+
+
+def test_without_private_parts_of_pytorch(monkeypatch):
+    """Where they are gone, every evaluation is plain, and the report says so."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).eval(), torch.randn(9, 4)
+
+    @torch.no_grad()
+    def outputs(model): return model(x)[:, 0]
+
+    plain, reusing = (SensitivityAnalyzer(net, x[:1], outputs, reuse=how) for how in (False, True))
+    expected = plain.sweep(levels=[25, 50], verbose=False)
+    assert reusing.sweep(levels=[25, 50], verbose=False) == expected and reusing.reuse_report.n_reused
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert reusing.sweep(levels=[25, 50], verbose=False) == expected
+    assert repr(reusing.reuse_report) == "nothing reused: this version of PyTorch has no _storage_Use_Count"
 
 
 def test_private_parts_of_torch_pruning():

@@ -25,7 +25,7 @@ from ..core.inputs import tensors_in
 from ..core.signals import PutBack
 from .effects import same_score
 from .loop import Distrusted
-from .traces import Astray, Copy, Route, Recorder, Skipper, Store, is_plain
+from .traces import Astray, Copy, Route, Recorder, Skipper, Store, is_plain, missing_parts
 
 # %% ../../nbs/measure/11_reuse.ipynb #d4db31b3
 def _numbers_in(
@@ -87,6 +87,7 @@ def why_plain(
     str|None
         reason, or None
     """
+    if missing := missing_parts(): return f"this version of PyTorch has no {', '.join(missing)}"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global hooks on modules"
     for module in model.modules():

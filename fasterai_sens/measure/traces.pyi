@@ -3,11 +3,13 @@
 
 from collections.abc import Callable
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 from typing import Any
 from typing import ClassVar
 from typing import NamedTuple
 import torch
+
+def missing_parts() -> list: ...
 
 def same_bits(a: Tensor, b: Tensor) -> bool: ...
 
@@ -105,7 +107,7 @@ class Window:
 
 def is_plain(kind: type) -> bool: ...
 
-class Follower(TorchDispatchMode):
+class Follower(_python_dispatch.TorchDispatchMode):
     supports_higher_order_operators: ClassVar[bool]
     store: Store
     own: dict
