@@ -1,11 +1,9 @@
 """An analysis costs what its units weigh, and still no row notices what an earlier evaluation did."""
-import time
-
 import pytest
 import torch
 from torch import nn
 
-from fasterai_sens import Quantized, SensitivityAnalyzer, changes, fingerprint
+from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, changes, fingerprint
 from fasterai_sens.core import keeping
 
 torch.set_num_threads(1)
@@ -86,13 +84,27 @@ def test_weights_come_back_from_memory_and_from_a_file(monkeypatch, most, at):
     assert changes(before, fingerprint(model)) == []
 
 
-def test_a_unit_does_not_pay_for_the_others():
-    """Four times the layers take no more than twice as long for each of them"""
-    def each(n):
-        model, calls = nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), []
-        a = SensitivityAnalyzer(model, x[:1, :1].expand(1, 8), lambda m: float(len(calls)) + (calls.append(time.thread_time()) or 0.), reuse=False)
-        a.analyze(Quantized(4), verbose=False)
-        gaps = sorted(b - a for a, b in zip(calls, calls[1:], strict=False))
-        return gaps[len(gaps)//2]
+class Walked(nn.Sequential):
+    """Counts how often somebody goes through all of its modules"""
 
-    assert min(each(400) for _ in range(3)) < 2*min(each(100) for _ in range(3))
+    walks = 0
+
+    def named_modules(self, *args, **kwargs):
+        """As ever"""
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+
+@pytest.mark.parametrize("method", [Quantized(4), Sparse(50)])
+def test_a_unit_does_not_pay_for_the_others(method):
+    """Four times the layers are four times the evaluations, and no more walks through the model"""
+    def walks(n):
+        torch.manual_seed(0)
+        model, calls = Walked(*(nn.Linear(6, 6) for _ in range(n))), []
+        analyzer = SensitivityAnalyzer(model, x, lambda m: float(calls.append(1) or len(calls)), reuse=False)
+        model.walks = 0
+        analyzer.analyze(method, verbose=False)
+        assert len(calls) == n + 1
+        return model.walks
+
+    assert walks(100) == walks(25) < 25   # with one walk for each unit it would be 75 more
