@@ -1,4 +1,4 @@
-"""The code in the README runs, and its links lead somewhere."""
+"""The code in the README and in the tour runs, and all links lead somewhere."""
 import re
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import fasterai_sens.show.demo as demo
 from fasterai_sens import changes, count_flops_params, fingerprint
 
 root = Path(__file__).parent.parent
-text = (root / "README.md").read_text()
+pages = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(root)) for p in (root / "docs").glob("*.md"))]
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def test_quick_start_runs(capsys, short_demo):
     """The blocks run one after the other, as a reader would run them, and do what the text says."""
     matplotlib.use("Agg")
     names = {}
-    first, plain, pruning, sizes, bits, budget = (compile(block, "README.md", "exec") for block in re.findall(r"```python\n(.*?)```", text, re.S))
+    text = "".join((root / page).read_text() for page in ("README.md", "docs/tour.md"))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    first, plain, pruning, sizes, bits, budget = (compile(block, "README.md", "exec") for block in blocks)
     exec(first, names)
     exec(plain, names)
     assert "most sensitive (fragile)" in capsys.readouterr().out
@@ -55,11 +57,18 @@ def test_quick_start_runs(capsys, short_demo):
     assert best.costs["bytes"] <= .15*best.whole["bytes"] and count_flops_params(model, names["images"][:1], verbose=False)[0] == best.costs["flops"] <= .75*whole
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", pages)
 def test_links_lead_somewhere(page):
-    """Every relative link and every notebook in the table exists."""
+    """Every relative link exists."""
     links = re.findall(r"\]\(([^)#]+)\)", (root / page).read_text())
-    assert [x for x in links if not x.startswith("http") and not (root / x).exists()] == []
+    folder = (root / page).parent
+    assert [x for x in links if not x.startswith("http") and not (folder / x).exists()] == []
+
+
+def test_readme_is_read_in_a_minute():
+    """At most 900 words beside the code."""
+    text = re.sub(r"```.*?```|<[^>]+>|\|", " ", (root / "README.md").read_text(), flags=re.S)
+    assert len(text.split()) <= 900
 
 
 @pytest.mark.parametrize("path", sorted(p for p in (root / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts), ids=lambda p: f"{p.parent.name}-{p.stem}")
