@@ -3167,6 +3167,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fasterai_sens/plans/sizes.py'),
                                            'fasterai_sens.plans.sizes.SparseSteps.prepare': ( 'plans/sizes.html#sparsesteps.prepare',
                                                                                               'fasterai_sens/plans/sizes.py'),
+                                           'fasterai_sens.plans.sizes.SparseSteps.rule': ( 'plans/sizes.html#sparsesteps.rule',
+                                                                                           'fasterai_sens/plans/sizes.py'),
                                            'fasterai_sens.plans.sizes.SparseSteps.size': ( 'plans/sizes.html#sparsesteps.size',
                                                                                            'fasterai_sens/plans/sizes.py'),
                                            'fasterai_sens.plans.sizes.Steps': ('plans/sizes.html#steps', 'fasterai_sens/plans/sizes.py'),

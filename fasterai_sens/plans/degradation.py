@@ -228,6 +228,122 @@ def to_dataframe(self:DegradationResult):
     if any(p.objective is not None for p in self.points): names.append("objective")
     return pd.DataFrame(rows, columns=names)
 
+# %% ../../nbs/plans/12_degradation.ipynb #05065295
+slack = 1e-9   # a drop of just what is allowed is within it, though .9 - .85 is not .05 in floating point
+
+def check_drop(
+    max_drop,      # what the user gave
+    baseline=None, # metric of the untouched model, if it is known
+    higher_is_better:bool=True, # direction of the metric
+    metric_name:str="metric", # for the message; an error rate is at most 1, too
+)->float:
+    """The drop
+
+    Raises ValueError for anything that is not a number, 0 or more, and for points where a metric is at most 1.
+
+    Parameters
+    ----------
+    max_drop
+        what the user gave
+    baseline : default None
+        metric of the untouched model, if it is known
+    higher_is_better : bool, default True
+        direction of the metric
+    metric_name : str, default "metric"
+        for the message; an error rate is at most 1, too
+
+    Returns
+    -------
+    float
+    """
+    is_number = isinstance(max_drop, Real) and not isinstance(max_drop, bool)
+    if not is_number or not 0 <= max_drop < math.inf:
+        raise ValueError(f"an allowed drop is a number, 0 or more, in units of the metric; got {max_drop!r}")
+    is_at_most_1 = higher_is_better or re.search(r"err(or)?s?[ _-]?rate|^err(or)?$", metric_name.lower())
+    if is_at_most_1 and baseline is not None and 0 <= baseline <= 1 <= max_drop:
+        raise ValueError(f"an allowed drop is in units of the metric, and the {metric_name} of the untouched model "
+                         f"is {baseline:.4g}: two points are 0.02; got {max_drop:g}")
+    return float(max_drop)
+
+# %% ../../nbs/plans/12_degradation.ipynb #86fd1acd
+@patch
+def outline(self:DegradationResult)->tuple: # two arrays
+    """What was removed of the size, and what was lost of the metric, from full size on
+
+    The loss never falls, and a metric that broke is lost altogether.
+
+    Returns
+    -------
+    tuple
+        two arrays
+    """
+    finite = [p.drop for p in self.points if math.isfinite(p.drop)]
+    lost = max([abs(self.baseline_metric), *finite])
+    removed, drops = [0.], [0.]
+    for p in self.points:
+        removed.append(1 - p.size/self.dense_size)
+        drops.append(p.drop if math.isfinite(p.drop) else lost)
+    return np.array(removed), np.maximum.accumulate(drops)
+
+# %% ../../nbs/plans/12_degradation.ipynb #9e27e8c6
+@patch(as_prop=True)
+def knee(self:DegradationResult)->SizePoint|None:
+    "The size after which the drop gets steep; None if there is none"
+    removed, lost = self.outline()
+    if len(removed) < 3 or lost[-1] <= 0 or removed[-1] <= 0: return None
+    below_line = (removed/removed[-1] - lost/lost[-1])[1:]
+    if below_line.max() <= 1e-9: return None
+    return self.points[int(below_line.argmax())]
+
+# %% ../../nbs/plans/12_degradation.ipynb #9459bc75
+def smallest(
+    curve:DegradationResult,
+    max_drop:float,  # as `check_drop` returned it
+    sure:bool=False, # the whole 95 % interval is within it, where there is one
+)->SizePoint|None:
+    """The smallest measured size within a drop that was checked
+
+    Parameters
+    ----------
+    curve : DegradationResult
+        a `DegradationResult`: a metric over the size of a model, largest size first
+    max_drop : float
+        as `check_drop` returned it
+    sure : bool, default False
+        the whole 95 % interval is within it, where there is one
+
+    Returns
+    -------
+    SizePoint|None
+    """
+    within = []
+    for p in curve.points:
+        worst = p.ci[1] if sure and p.ci else p.drop
+        if worst <= max_drop + slack: within.append(p)
+    return min(within, key=lambda p: p.size, default=None)
+
+# %% ../../nbs/plans/12_degradation.ipynb #d587b24e
+@patch
+def smallest_within(self:DegradationResult,
+    max_drop:float,    # most that the metric may get worse, in its own units
+    sure:bool=False,   # the whole 95 % interval is within it, where there is one
+)->SizePoint|None:
+    """The smallest measured size within the allowed drop, None if no size is. Raises ValueError as `check_drop` does
+
+    Parameters
+    ----------
+    max_drop : float
+        most that the metric may get worse, in its own units
+    sure : bool, default False
+        the whole 95 % interval is within it, where there is one
+
+    Returns
+    -------
+    SizePoint|None
+    """
+    max_drop = check_drop(max_drop, self.baseline_metric, self.higher_is_better, self.metric_name)
+    return smallest(self, max_drop, sure)
+
 # %% ../../nbs/plans/12_degradation.ipynb #e9d8fda5
 def _number(x, form:str)->str:
     "A number as text; nothing where there is none"
@@ -286,120 +402,6 @@ def _repr_html_(self:DegradationResult):
     rows = [_html_row(head, "th")]
     for p in self.points: rows.append(_html_row(_cells_of(p), "td", p is self.knee))
     return f"<p><b>{escape(title)}</b></p><table>{''.join(rows)}</table>"
-
-# %% ../../nbs/plans/12_degradation.ipynb #05065295
-slack = 1e-9   # a drop of just what is allowed is within it, though .9 - .85 is not .05 in floating point
-
-def check_drop(
-    max_drop,      # what the user gave
-    baseline=None, # metric of the untouched model, if it is known
-    higher_is_better:bool=True, # direction of the metric
-    metric_name:str="metric", # for the message; an error rate is at most 1, too
-)->float:
-    """The drop
-
-    Raises ValueError for anything that is not a number, 0 or more, and for points where a metric is at most 1.
-
-    Parameters
-    ----------
-    max_drop
-        what the user gave
-    baseline : default None
-        metric of the untouched model, if it is known
-    higher_is_better : bool, default True
-        direction of the metric
-    metric_name : str, default "metric"
-        for the message; an error rate is at most 1, too
-
-    Returns
-    -------
-    float
-    """
-    is_number = isinstance(max_drop, Real) and not isinstance(max_drop, bool)
-    if not is_number or not 0 <= max_drop < math.inf:
-        raise ValueError(f"an allowed drop is a number, 0 or more, in units of the metric; got {max_drop!r}")
-    is_at_most_1 = higher_is_better or re.search(r"err(or)?s?[ _-]?rate|^err(or)?$", metric_name.lower())
-    if is_at_most_1 and baseline is not None and 0 <= baseline <= 1 <= max_drop:
-        raise ValueError(f"an allowed drop is in units of the metric, and the {metric_name} of the untouched model "
-                         f"is {baseline:.4g}: two points are 0.02; got {max_drop:g}")
-    return float(max_drop)
-
-# %% ../../nbs/plans/12_degradation.ipynb #86fd1acd
-@patch
-def outline(self:DegradationResult)->tuple: # two arrays
-    """What was removed of the size, and what was lost of the metric, from full size on
-
-    The loss never falls, and a metric that broke is lost altogether.
-
-    Returns
-    -------
-    tuple
-        two arrays
-    """
-    finite = [p.drop for p in self.points if math.isfinite(p.drop)]
-    lost = max([abs(self.baseline_metric), *finite])
-    removed, drops = [0.], [0.]
-    for p in self.points:
-        removed.append(1 - p.size/self.dense_size)
-        drops.append(p.drop if math.isfinite(p.drop) else lost)
-    return np.array(removed), np.maximum.accumulate(drops)
-
-@patch(as_prop=True)
-def knee(self:DegradationResult)->SizePoint|None:
-    "The size after which the drop gets steep; None if there is none"
-    removed, lost = self.outline()
-    if len(removed) < 3 or lost[-1] <= 0 or removed[-1] <= 0: return None
-    below_line = (removed/removed[-1] - lost/lost[-1])[1:]
-    if below_line.max() <= 1e-9: return None
-    return self.points[int(below_line.argmax())]
-
-# %% ../../nbs/plans/12_degradation.ipynb #d587b24e
-@patch
-def smallest_within(self:DegradationResult,
-    max_drop:float,    # most that the metric may get worse, in its own units
-    sure:bool=False,   # the whole 95 % interval is within it, where there is one
-)->SizePoint|None:
-    """The smallest measured size within the allowed drop, None if no size is. Raises ValueError as `check_drop` does
-
-    Parameters
-    ----------
-    max_drop : float
-        most that the metric may get worse, in its own units
-    sure : bool, default False
-        the whole 95 % interval is within it, where there is one
-
-    Returns
-    -------
-    SizePoint|None
-    """
-    max_drop = check_drop(max_drop, self.baseline_metric, self.higher_is_better, self.metric_name)
-    return smallest(self, max_drop, sure)
-
-def smallest(
-    curve:DegradationResult,
-    max_drop:float,  # as `check_drop` returned it
-    sure:bool=False, # the whole 95 % interval is within it, where there is one
-)->SizePoint|None:
-    """The smallest measured size within a drop that was checked
-
-    Parameters
-    ----------
-    curve : DegradationResult
-        a `DegradationResult`: a metric over the size of a model, largest size first
-    max_drop : float
-        as `check_drop` returned it
-    sure : bool, default False
-        the whole 95 % interval is within it, where there is one
-
-    Returns
-    -------
-    SizePoint|None
-    """
-    within = []
-    for p in curve.points:
-        worst = p.ci[1] if sure and p.ci else p.drop
-        if worst <= max_drop + slack: within.append(p)
-    return min(within, key=lambda p: p.size, default=None)
 
 # %% ../../nbs/plans/12_degradation.ipynb #c51520ee
 @contextmanager

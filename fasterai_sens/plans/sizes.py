@@ -122,22 +122,6 @@ class Steps:
 
 # %% ../../nbs/plans/11_sizes.ipynb #8687d55b
 @patch
-def prepare(self:Steps,
-    layers:list, # of `Unit`, those that may be compressed
-):
-    """Find what can be made smaller, and in how many steps. Raises ValueError if that is nothing
-
-    Parameters
-    ----------
-    layers : list
-        of `Unit`, those that may be compressed
-    """
-    if "criteria" in named(self.kind.configure): self.settings["criteria"] = self.applier.criteria.name
-    self.harshest = self.find_harshest()
-    units, refused = self.divide(layers)
-    self.take(units, [n_parts for _ in units], refused)
-
-@patch
 def at(self:Steps,
     level:float, # in the unit of the method
 ):
@@ -154,6 +138,7 @@ def at(self:Steps,
     make = self.kind.in_plans().unprepared(**options)
     return meant(make, level)
 
+# %% ../../nbs/plans/11_sizes.ipynb #9227d855
 @patch
 def find_harshest(self:Steps)->float:
     "The end of the way: all of it, or the last step before, for a method that cannot take all"
@@ -185,6 +170,23 @@ def divide(self:Steps,
         if why and harsh.refusal(unit): refused |= {layer.name: why for layer in unit.layers}
         else: units.append(unit)
     return units, refused
+
+# %% ../../nbs/plans/11_sizes.ipynb #4340b85f
+@patch
+def prepare(self:Steps,
+    layers:list, # of `Unit`, those that may be compressed
+):
+    """Find what can be made smaller, and in how many steps. Raises ValueError if that is nothing
+
+    Parameters
+    ----------
+    layers : list
+        of `Unit`, those that may be compressed
+    """
+    if "criteria" in named(self.kind.configure): self.settings["criteria"] = self.applier.criteria.name
+    self.harshest = self.find_harshest()
+    units, refused = self.divide(layers)
+    self.take(units, [n_parts for _ in units], refused)
 
 @patch
 def take(self:Steps,
@@ -790,6 +792,19 @@ def find_steps(
     make = steps_of(compression)
     return make(methods[compression], model, sample, layers, layer_types, measured=measured, **given)
 
+# %% ../../nbs/plans/11_sizes.ipynb #bc48c5b6
+def _count_left(
+    unit,              # what is ranked
+    rank:torch.Tensor, # of each block; the first to go is 0
+)->torch.Tensor:       # int32, `[steps + 1]`
+    "How many weights are not zero after 0, 1, ... steps"
+    of_weights = rank.expand(unit.filters.shape).flatten().long()
+    is_nonzero = (unit.filters != 0).flatten().int()
+    in_block = torch.zeros(rank.numel(), dtype=torch.int32, device=rank.device)
+    in_block.index_add_(0, of_weights, is_nonzero)
+    left = in_block.flip(0).cumsum(0, dtype=torch.int32).flip(0)
+    return torch.cat([left, in_block.new_zeros(1)])
+
 # %% ../../nbs/plans/11_sizes.ipynb #6bac2d0e
 class SparseSteps(Steps):
     """Weights set to zero, block by block
@@ -831,7 +846,8 @@ class SparseSteps(Steps):
         self.ranks = {u.name: drop_order(u, granularity, bound) for u in units}
         self.left = {u.name: _count_left(u, self.ranks[u.name]) for u in units}
         self.take(units, [rank.numel() for rank in self.ranks.values()], {})
-        self.rule = cache(self.find_rule)
+    @cached_property
+    def rule(self)->Callable: return cache(self.find_rule)
     def change(self, plan):
         """Set the weights to zero, those that `Sparsifier` would choose
 
@@ -847,18 +863,6 @@ class SparseSteps(Steps):
             drop_weights(unit, filters_first(unit.module, keep), self.settings["granularity"])
         forget_casts()
     apply = change
-
-def _count_left(
-    unit,              # what is ranked
-    rank:torch.Tensor, # of each block; the first to go is 0
-)->torch.Tensor:       # int32, `[steps + 1]`
-    "How many weights are not zero after 0, 1, ... steps"
-    of_weights = rank.expand(unit.filters.shape).flatten().long()
-    is_nonzero = (unit.filters != 0).flatten().int()
-    in_block = torch.zeros(rank.numel(), dtype=torch.int32, device=rank.device)
-    in_block.index_add_(0, of_weights, is_nonzero)
-    left = in_block.flip(0).cumsum(0, dtype=torch.int32).flip(0)
-    return torch.cat([left, in_block.new_zeros(1)])
 
 Sparse.steps_class = SparseSteps
 
@@ -1091,6 +1095,18 @@ def levels(self:QuantizedSteps, plan)->np.ndarray:
                          "pass the sweep that it is from, or dict(plan)")
     return Steps.levels(self, plan)
 
+# %% ../../nbs/plans/11_sizes.ipynb #72ece497
+def _last_measured(
+    rows:list,     # of (level, `LayerSensitivity`)
+    by:str,        # "metric" or "objective"
+    max_pct:float, # most for any layer
+)->LayerTargets:
+    "Not beyond the last level that was measured for a layer, nor to where the metric broke"
+    damages = {}
+    for level, row in rows: damages.setdefault(row.name, {})[level] = damage(row, by)
+    most = {name: min(max_pct, curve_of(of_layer).pct[-1]) for name, of_layer in damages.items()}
+    return LayerTargets(most)
+
 # %% ../../nbs/plans/11_sizes.ipynb #41db107f
 def furthest(
     result,        # `SensitivityResult` or `SweepResult`, in percent
@@ -1115,17 +1131,7 @@ def furthest(
     most = {row.name: max_pct if math.isfinite(damage(row, by)) else 0 for _, row in rows}
     return LayerTargets(most)
 
-def _last_measured(
-    rows:list,     # of (level, `LayerSensitivity`)
-    by:str,        # "metric" or "objective"
-    max_pct:float, # most for any layer
-)->LayerTargets:
-    "Not beyond the last level that was measured for a layer, nor to where the metric broke"
-    damages = {}
-    for level, row in rows: damages.setdefault(row.name, {})[level] = damage(row, by)
-    most = {name: min(max_pct, curve_of(of_layer).pct[-1]) for name, of_layer in damages.items()}
-    return LayerTargets(most)
-
+# %% ../../nbs/plans/11_sizes.ipynb #4c7a29d9
 def check_measured(
     result,          # `SensitivityResult` or `SweepResult`
     compression:str, # the method that it is used for
@@ -1295,8 +1301,6 @@ def pct_up(
     return f"{pct:f}"
 
 # %% ../../nbs/plans/11_sizes.ipynb #109c37c6
-fine = 2**20   # a path has so many places
-
 class Sizes:
     """The sizes of a model after so many steps, each looked at once
 
@@ -1360,6 +1364,8 @@ class Sizes:
         return ValueError(f"{asked} is out of reach: {possible}")
 
 # %% ../../nbs/plans/11_sizes.ipynb #9cc201cf
+fine = 2**20   # a path has so many places
+
 def fit(
     steps:Steps,
     counts:Callable, # place on the path, 0..`fine` -> steps of each unit
@@ -1569,6 +1575,7 @@ class Compressed:
         pct = f"{self.size_pct:.4g} %"
         return f"Compressed({self.compression}, {sizes}, {pct}, {len(self.plan)} layers)"
 
+# %% ../../nbs/plans/11_sizes.ipynb #556727ed
 def carry_out(
     steps:Steps,       # of a copy that may be changed
     plan:LayerTargets, # what to do

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['allowed_points', 'guessed_scale', 'allowed_drop', 'points_of', 'CompressionTarget', 'recommend_compression_target',
            'identify_critical_layers', 'Validation', 'find_verdict', 'samples_needed', 'weights_left', 'check_swapped',
-           'judge', 'validate_compression_target', 'advise']
+           'judge', 'advise', 'validate_compression_target']
 
 # %% ../../nbs/plans/13_verdicts.ipynb #d54d37de
 import math
@@ -577,6 +577,45 @@ def judge(
         if needed: v.more_samples = needed - n
     return v
 
+# %% ../../nbs/plans/13_verdicts.ipynb #a3ffb92d
+def _say_more(v:Validation)->str:
+    "Whether more samples would tell"
+    if v.more_samples: return f"about {v.more_samples:,} more samples would tell, if the drop stays at {v.drop:+.4f}"
+    if not v.ci: return f"how sure this is cannot be said: {v.no_ci}"
+    return "the drop is just what is allowed, so no number of samples would tell"
+
+# %% ../../nbs/plans/13_verdicts.ipynb #df18d896
+def advise(
+    v:Validation,  # to be explained
+    critical:list, # layers that could be compressed less
+)->list:           # sentences
+    """What to do next
+
+    Parameters
+    ----------
+    v : Validation
+        to be explained
+    critical : list
+        layers that could be compressed less
+
+    Returns
+    -------
+    list
+        sentences
+    """
+    relax = "compress less, above all the most sensitive layers (pass sensitivities to have them named)"
+    if critical: relax = f"compress {', '.join(critical)} less"
+    if v.verdict == "fails":
+        advice = [f"{relax}; or fine-tune, or take a larger size"]
+        if not math.isfinite(v.drop): advice.append("the metric is not a number any more")
+        return advice
+    if v.verdict == "passes":
+        if v.ci: return []
+        return ["one number does not say how sure this is; let eval_fn return a score for each sample"]
+    advice = [_say_more(v)]
+    if v.drop > v.allowed_drop/2: advice.append(f"or {relax}")
+    return advice
+
 # %% ../../nbs/plans/13_verdicts.ipynb #6ae6cc21
 def validate_compression_target(
     compressed,           # the compressed model, or what `compress_to_size` returned
@@ -631,41 +670,3 @@ def validate_compression_target(
     if plan is not None: critical = [name for name in critical if plan.get(name)]
     v.advice = advise(v, critical[:3])
     return v
-
-# %% ../../nbs/plans/13_verdicts.ipynb #df18d896
-def advise(
-    v:Validation,  # to be explained
-    critical:list, # layers that could be compressed less
-)->list:           # sentences
-    """What to do next
-
-    Parameters
-    ----------
-    v : Validation
-        to be explained
-    critical : list
-        layers that could be compressed less
-
-    Returns
-    -------
-    list
-        sentences
-    """
-    relax = "compress less, above all the most sensitive layers (pass sensitivities to have them named)"
-    if critical: relax = f"compress {', '.join(critical)} less"
-    if v.verdict == "fails":
-        advice = [f"{relax}; or fine-tune, or take a larger size"]
-        if not math.isfinite(v.drop): advice.append("the metric is not a number any more")
-        return advice
-    if v.verdict == "passes":
-        if v.ci: return []
-        return ["one number does not say how sure this is; let eval_fn return a score for each sample"]
-    advice = [_say_more(v)]
-    if v.drop > v.allowed_drop/2: advice.append(f"or {relax}")
-    return advice
-
-def _say_more(v:Validation)->str:
-    "Whether more samples would tell"
-    if v.more_samples: return f"about {v.more_samples:,} more samples would tell, if the drop stays at {v.drop:+.4f}"
-    if not v.ci: return f"how sure this is cannot be said: {v.no_ci}"
-    return "the drop is just what is allowed, so no number of samples would tell"
