@@ -133,6 +133,7 @@ class _Hook:
     def __deepcopy__(self, memo): return _nothing
     def __reduce__(self): return _give_nothing, ()
 
+# %% ../../nbs/measure/11_reuse.ipynb #7309b879
 class Listener:
     """Notes what the calls of a model return, and tells a `Follower` of them
 
@@ -363,6 +364,17 @@ class Reuse:
         self.on, self.why = False, why
         self.forget()
 
+@patch
+def __repr__(self:Reuse)->str:
+    "How it went"
+    if not self.on and not getattr(self, "n_reused", 0): return f"nothing reused: {self.why}"
+    n, total = self.n_evaluations, max(self.seconds*self.n_evaluations, 1e-9)
+    said = [f"{self.n_reused} of {n} evaluations reused results, {100*self.skipped_seconds/total:.0f} % of their time",
+            f"at most {self.most_bytes/1e6:.1f} MB were kept", f"verified on {self.verified_on}"]
+    if self.limits: said.append("not reused: " + "; ".join(self.limits))
+    if self.why: said.append(f"switched off: {self.why}")
+    return "; ".join(said)
+
 # %% ../../nbs/measure/11_reuse.ipynb #280c3a1a
 @patch
 def start(self:Reuse,
@@ -391,58 +403,6 @@ def start(self:Reuse,
     memory = free_bytes(device)//4 if self.memory is None else self.memory
     self.store = Store(memory)
     for _, unit in steps: self.known.setdefault(unit.name, self.tensors.of_unit(unit))
-
-@patch
-def baseline(self:Reuse,
-    run:Callable,     # eval_fn -> Score
-    eval_fn:Callable, # model -> what `as_score` takes
-):                    # Score
-    """Evaluate the untouched model, and write down what it computes
-
-    Parameters
-    ----------
-    run : Callable
-        eval_fn -> Score
-    eval_fn : Callable
-        model -> what `as_score` takes
-
-    Returns
-    -------
-    Score
-    """
-    if not self.on: return run(eval_fn)
-    try: return run(partial(self._record, eval_fn))
-    except Astray as e:
-        self.off(f"what the evaluation computes could not be written down: {e.__cause__}")
-    return run(eval_fn)
-
-# %% ../../nbs/measure/11_reuse.ipynb #87f06b32
-@patch
-def _record(self:Reuse, eval_fn:Callable, model:nn.Module):
-    "An evaluation that is written down"
-    watched = set().union(*self.known.values())
-    recorder = Recorder(self.store, self.tensors.numbers, watched)
-    hooked = [m for m in model.modules() if user_hooks(m)]
-    started = time.perf_counter()
-    with PutBack(partial(_stop_at, hooked, recorder)):
-        result = followed(model, eval_fn, Listener(recorder))
-    self.seconds = time.perf_counter() - started
-    self.store.move_out()
-    self.traces = recorder.traces
-    self.limits = sorted({trace.why for trace in self.traces if trace.why})
-    self._decide()
-    return result
-
-def _stop_at(modules:list, recorder:Recorder)->Callable: # call it to undo
-    "Let nothing be skipped from the first of some modules on"
-    handles = []
-    for m in modules:
-        why = f"there is a hook of yours on a {type(m).__name__}"
-        act = partial(recorder.stop_here, why)
-        handles.append(m.register_forward_pre_hook(act, prepend=True))
-    def undo():
-        for handle in handles: handle.remove()
-    return undo
 
 # %% ../../nbs/measure/11_reuse.ipynb #eae22fe2
 microseconds_per_step = 20
@@ -483,6 +443,60 @@ def _decide(self:Reuse):
     price = self.seconds + len(self.steps)*n_steps*microseconds_per_step/1e6   # the first one is evaluated twice
     if self.mode == "auto" and gain < price: self.off("too little would be saved")
 
+# %% ../../nbs/measure/11_reuse.ipynb #493e673b
+def _stop_at(modules:list, recorder:Recorder)->Callable: # call it to undo
+    "Let nothing be skipped from the first of some modules on"
+    handles = []
+    for m in modules:
+        why = f"there is a hook of yours on a {type(m).__name__}"
+        act = partial(recorder.stop_here, why)
+        handles.append(m.register_forward_pre_hook(act, prepend=True))
+    def undo():
+        for handle in handles: handle.remove()
+    return undo
+
+# %% ../../nbs/measure/11_reuse.ipynb #87f06b32
+@patch
+def _record(self:Reuse, eval_fn:Callable, model:nn.Module):
+    "An evaluation that is written down"
+    watched = set().union(*self.known.values())
+    recorder = Recorder(self.store, self.tensors.numbers, watched)
+    hooked = [m for m in model.modules() if user_hooks(m)]
+    started = time.perf_counter()
+    with PutBack(partial(_stop_at, hooked, recorder)):
+        result = followed(model, eval_fn, Listener(recorder))
+    self.seconds = time.perf_counter() - started
+    self.store.move_out()
+    self.traces = recorder.traces
+    self.limits = sorted({trace.why for trace in self.traces if trace.why})
+    self._decide()
+    return result
+
+@patch
+def baseline(self:Reuse,
+    run:Callable,     # eval_fn -> Score
+    eval_fn:Callable, # model -> what `as_score` takes
+):                    # Score
+    """Evaluate the untouched model, and write down what it computes
+
+    Parameters
+    ----------
+    run : Callable
+        eval_fn -> Score
+    eval_fn : Callable
+        model -> what `as_score` takes
+
+    Returns
+    -------
+    Score
+    """
+    if not self.on: return run(eval_fn)
+    try: return run(partial(self._record, eval_fn))
+    except Astray as e:
+        self.off(f"what the evaluation computes could not be written down: {e.__cause__}")
+    return run(eval_fn)
+
+# %% ../../nbs/measure/11_reuse.ipynb #d41c3d49
 @patch
 def order(self:Reuse)->list: # of (perturbation, unit)
     """The evaluations to come: layer by layer, and first of all the one of which most is reused, to be sure of it
@@ -500,7 +514,66 @@ def order(self:Reuse)->list: # of (perturbation, unit)
     steps.remove(self.first)
     return [self.first, *steps]
 
-# %% ../../nbs/measure/11_reuse.ipynb #1f64bf53
+# %% ../../nbs/measure/11_reuse.ipynb #c8d8a82b
+@patch
+def _skip(self:Reuse, eval_fn:Callable, unit, written, listener:Listener, model:nn.Module):
+    "An evaluation of which parts are skipped"
+    numbers = self.known[unit.name] | self.tensors.replaced()
+    if written is not None: numbers |= self.tensors.written(written())
+    keep = self.verified_on is not None
+    follower = Skipper(self.store, self.tensors.numbers, partial(self._plan, unit, numbers, keep), poison=not keep)
+    listener.follower = follower
+    return followed(model, eval_fn, listener)
+
+@patch
+def _plan(self:Reuse, unit, numbers:set, keep:bool, call:int)->Route|None:
+    "How far a call can go"
+    if call >= len(self.traces): return None
+    until = min(self.until(numbers, call), self.found.get((unit.name, call), len(self.traces[call].steps)))
+    if keep: self.store.drop_before(until, call)
+    return Route(self.traces[call], self.store.last_cut(until, call), until, keep)
+
+# %% ../../nbs/measure/11_reuse.ipynb #53f96142
+@patch
+def _verify(self:Reuse, run:Callable, eval_fn:Callable, unit, score, listener:Listener):
+    "Evaluate plainly and compare. Raises Distrusted"
+    plain = Listener(noting=True)
+    expected = run(partial(_plainly, eval_fn, plain))
+    outs, wanted = listener.outs, plain.outs
+    same = len(outs) == len(wanted) and all(map(_same_copies, outs, wanted))
+    if not same or not same_score(score, expected):
+        self.off("something reused was not what a plain evaluation gives")
+        raise Distrusted
+    self.verified_on = unit.name
+
+def _plainly(eval_fn:Callable, listener:Listener, model:nn.Module):
+    "An evaluation whose outputs are noted"
+    with PutBack(partial(_listen, model, listener)): return eval_fn(model)
+
+def _same_copies(some:list, others:list)->bool:
+    "Whether copies of two outputs are equal"
+    return len(some) == len(others) and all(a.is_like(b.values) for a, b in zip(some, others, strict=True))
+
+# %% ../../nbs/measure/11_reuse.ipynb #ffd80ff4
+@patch
+def _learn(self:Reuse, unit, follower:Skipper):
+    "Remember where a unit's calls left their trace"
+    self.n_strays += 1
+    for call, step in follower.strays.items(): self.found[unit.name, call] = step
+    if self.n_strays > 3 + len(self.known)//4:
+        self.off("the model computes something else each time, or compressing changes more than the unit")
+
+@patch
+def _report_other_inputs(self:Reuse, follower:Skipper):
+    "Inputs that change have nothing in common to be reused"
+    why = "eval_fn gives the model other inputs each time"
+    if not follower.n_calls: why = "eval_fn does not call the model each time"
+    else:
+        warnings.warn(f"{why}: it shuffles, augments or draws them at random, so scores differ by more than the "
+                      "compression; nothing is reused", stacklevel=2)
+    self.off(why)
+
+# %% ../../nbs/measure/11_reuse.ipynb #62ec1c02
 @patch
 def score(self:Reuse,
     run:Callable,     # eval_fn -> Score, with the unit compressed meanwhile
@@ -536,33 +609,6 @@ def score(self:Reuse,
     return run(eval_fn)
 
 @patch
-def _skip(self:Reuse, eval_fn:Callable, unit, written, listener:Listener, model:nn.Module):
-    "An evaluation of which parts are skipped"
-    numbers = self.known[unit.name] | self.tensors.replaced()
-    if written is not None: numbers |= self.tensors.written(written())
-    keep = self.verified_on is not None
-    follower = Skipper(self.store, self.tensors.numbers, partial(self._plan, unit, numbers, keep), poison=not keep)
-    listener.follower = follower
-    return followed(model, eval_fn, listener)
-
-@patch
-def _plan(self:Reuse, unit, numbers:set, keep:bool, call:int)->Route|None:
-    "How far a call can go"
-    if call >= len(self.traces): return None
-    until = min(self.until(numbers, call), self.found.get((unit.name, call), len(self.traces[call].steps)))
-    if keep: self.store.drop_before(until, call)
-    return Route(self.traces[call], self.store.last_cut(until, call), until, keep)
-
-# %% ../../nbs/measure/11_reuse.ipynb #0fbf8981
-@patch
-def _learn(self:Reuse, unit, follower:Skipper):
-    "Remember where a unit's calls left their trace"
-    self.n_strays += 1
-    for call, step in follower.strays.items(): self.found[unit.name, call] = step
-    if self.n_strays > 3 + len(self.known)//4:
-        self.off("the model computes something else each time, or compressing changes more than the unit")
-
-@patch
 def _accept(self:Reuse, run:Callable, eval_fn:Callable, unit, score, listener:Listener):
     "The score, after a look at how it came about"
     follower = listener.follower
@@ -574,45 +620,3 @@ def _accept(self:Reuse, run:Callable, eval_fn:Callable, unit, score, listener:Li
     self.most_bytes = max(self.most_bytes, self.store.most)
     if self.verified_on is None: self._verify(run, eval_fn, unit, score, listener)
     return score
-
-@patch
-def _report_other_inputs(self:Reuse, follower:Skipper):
-    "Inputs that change have nothing in common to be reused"
-    why = "eval_fn gives the model other inputs each time"
-    if not follower.n_calls: why = "eval_fn does not call the model each time"
-    else:
-        warnings.warn(f"{why}: it shuffles, augments or draws them at random, so scores differ by more than the "
-                      "compression; nothing is reused", stacklevel=2)
-    self.off(why)
-
-@patch
-def _verify(self:Reuse, run:Callable, eval_fn:Callable, unit, score, listener:Listener):
-    "Evaluate plainly and compare. Raises Distrusted"
-    plain = Listener(noting=True)
-    expected = run(partial(_plainly, eval_fn, plain))
-    outs, wanted = listener.outs, plain.outs
-    same = len(outs) == len(wanted) and all(map(_same_copies, outs, wanted))
-    if not same or not same_score(score, expected):
-        self.off("something reused was not what a plain evaluation gives")
-        raise Distrusted
-    self.verified_on = unit.name
-
-def _plainly(eval_fn:Callable, listener:Listener, model:nn.Module):
-    "An evaluation whose outputs are noted"
-    with PutBack(partial(_listen, model, listener)): return eval_fn(model)
-
-def _same_copies(some:list, others:list)->bool:
-    "Whether copies of two outputs are equal"
-    return len(some) == len(others) and all(a.is_like(b.values) for a, b in zip(some, others, strict=True))
-
-# %% ../../nbs/measure/11_reuse.ipynb #a238b849
-@patch
-def __repr__(self:Reuse)->str:
-    "How it went"
-    if not self.on and not getattr(self, "n_reused", 0): return f"nothing reused: {self.why}"
-    n, total = self.n_evaluations, max(self.seconds*self.n_evaluations, 1e-9)
-    said = [f"{self.n_reused} of {n} evaluations reused results, {100*self.skipped_seconds/total:.0f} % of their time",
-            f"at most {self.most_bytes/1e6:.1f} MB were kept", f"verified on {self.verified_on}"]
-    if self.limits: said.append("not reused: " + "; ".join(self.limits))
-    if self.why: said.append(f"switched off: {self.why}")
-    return "; ".join(said)

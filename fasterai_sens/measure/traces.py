@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['missing_parts', 'same_bits', 'Copy', 'Facts', 'facts_of', 'given', 'never_skipped', 'Fresh', 'Same', 'Value',
-           'Several', 'Step', 'over', 'stand_in', 'is_used', 'Box', 'Store', 'Astray', 'Trace', 'Window', 'is_plain',
-           'Follower', 'Recorder', 'outputs', 'Route', 'Skipper']
+           'Several', 'Step', 'over', 'stand_in', 'is_used', 'Box', 'Store', 'Window', 'is_plain', 'Follower',
+           'outputs', 'Trace', 'Recorder', 'Astray', 'Route', 'Skipper']
 
 # %% ../../nbs/measure/10_traces.ipynb #64c3c37f
 import gc
@@ -384,7 +384,6 @@ class Store:
         self.boxes = {}   # address of a storage -> its box
         self.cuts = {}    # (step, call) -> number of a storage -> box
 
-# %% ../../nbs/measure/10_traces.ipynb #69c1d856
 @patch
 def keep(self:Store,
     call:int,    # number of the call
@@ -502,18 +501,6 @@ def move_out(self:Store):
         self._move(box)
 
 # %% ../../nbs/measure/10_traces.ipynb #88749f87
-class Astray(BaseException):
-    "A call went another way than its trace, after something was skipped: it has to be made again"
-
-class Trace:
-    "The operations of one call of a model"
-    def __init__(self):
-        self.steps, self.seconds = [], []
-        self.inputs = []      # copies of the model's inputs
-        self.outside = {}     # number of a storage -> copy of what came from nowhere: constants, attributes
-        self.touched = {}     # number of a parameter's storage -> the first step that reads it
-        self.end, self.why = None, None # the step from which on nothing is skipped, and the reason
-
 class Window:
     """A call of the model that is under way
 
@@ -531,24 +518,6 @@ class Window:
         self.call, self.n = call, 0
         self.numbers, self.fresh, self.held = dict(own), {}, []
         self.next_number = len(own)
-
-# %% ../../nbs/measure/10_traces.ipynb #5ceb64c2
-@cache
-def is_plain(
-    kind:type, # class of a tensor
-)->bool:
-    """Whether tensors of a class have memory of their own that PyTorch's operations read
-
-    Parameters
-    ----------
-    kind : type
-        class of a tensor
-
-    Returns
-    -------
-    bool
-    """
-    return not hasattr(kind, "__tensor_flatten__")
 
 @patch
 def enter(self:Window,
@@ -590,6 +559,24 @@ def alive(self:Window)->dict: # number -> storage
         if storage is not None and is_used(storage): found[number] = storage
     return found
 
+# %% ../../nbs/measure/10_traces.ipynb #5fac7fd5
+@cache
+def is_plain(
+    kind:type, # class of a tensor
+)->bool:
+    """Whether tensors of a class have memory of their own that PyTorch's operations read
+
+    Parameters
+    ----------
+    kind : type
+        class of a tensor
+
+    Returns
+    -------
+    bool
+    """
+    return not hasattr(kind, "__tensor_flatten__")
+
 # %% ../../nbs/measure/10_traces.ipynb #18c6786d
 class Follower(_python_dispatch.TorchDispatchMode):
     """What sees all operations of an evaluation, and acts on those in a call of the model
@@ -612,15 +599,6 @@ class Follower(_python_dispatch.TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls): return False   # importing the compiler takes seconds
 
-def _handle(self, func, types, args=(), kwargs=None):
-    "One operation"
-    kwargs = kwargs or {}
-    if self.window is None: return self.carry_out(func, args, kwargs)
-    return self.step(func, args, kwargs)
-
-Follower.__torch_dispatch__ = _handle   # set here, since PyTorch wraps what it finds when the class is made
-
-# %% ../../nbs/measure/10_traces.ipynb #a3cc309a
 @patch
 def carry_out(self:Follower,
     func,        # operation
@@ -649,6 +627,14 @@ def carry_out(self:Follower,
 def _before_writing(self:Follower, t:Tensor):
     "Keep what a cut needs"
     if t.layout == torch.strided and is_plain(type(t)): self.store.before_writing(t)
+
+def _handle(self, func, types, args=(), kwargs=None):
+    "One operation"
+    kwargs = kwargs or {}
+    if self.window is None: return self.carry_out(func, args, kwargs)
+    return self.step(func, args, kwargs)
+
+Follower.__torch_dispatch__ = _handle   # set here, since PyTorch wraps what it finds when the class is made
 
 # %% ../../nbs/measure/10_traces.ipynb #b9cc2499
 @patch
@@ -753,7 +739,75 @@ def key_of(self:Follower,
     if not kwargs: return key
     return key, tuple(kwargs), self.describe(kwargs.values(), found)
 
+# %% ../../nbs/measure/10_traces.ipynb #9421424a
+def outputs(
+    window:Window, # of the call
+    func,          # operation
+    out,           # what it returned
+    found:list,    # tensors in its arguments
+):                 # as in `Step`; or why it cannot be skipped, in words
+    """Describe what an operation returned, and number what is new
+
+    Parameters
+    ----------
+    window : Window
+        of the call
+    func
+        operation
+    out
+        what it returned
+    found : list
+        tensors in its arguments
+
+    Returns
+    -------
+    as in `Step`; or why it cannot be skipped, in words
+    """
+    specs = _describe_out(window, out, found, window.next_number)
+    kinds = {leaf if isinstance(leaf, str) else type(leaf) for leaf in _leaves(specs)}
+    if "other" in kinds: return f"{func} returns tensors that are made of others, or are not dense"
+    looks = "view" in kinds or facts_of(func).reshapes
+    if looks and kinds & {Fresh, Value}: return f"{func} returns something that is known and something new"
+    return None if looks else specs
+
+def _describe_out(window, out, found:list, first_new:int):
+    "One output, or several in the container that they came in"
+    if isinstance(out, Tensor): return _describe_tensor(window, out, found, first_new)
+    if not isinstance(out, tuple | list): return Value(out)
+    parts = [_describe_out(window, part, found, first_new) for part in out]
+    return Several(type(out), tuple(parts))
+
+def _describe_tensor(window, t:Tensor, found:list, first_new:int):
+    "One tensor; a word for what looks at memory that is known, or is of another kind"
+    for i, argument in enumerate(found):
+        if t is argument: return Same(i)
+    if t.layout != torch.strided or not is_plain(type(t)): return "other"
+    storage = t.untyped_storage()
+    number = window.numbers.get(storage._cdata)
+    if number is not None: return "view" if number < first_new else "other"   # two outputs in one memory
+    number = window.enter(t, fresh=True)
+    offset = t.storage_offset()
+    natural = 0 if t.numel() == 0 else 1 + sum((n - 1)*step for n, step in zip(t.shape, t.stride(), strict=True))
+    if storage.nbytes() != (offset + natural)*t.element_size(): return "other"   # more memory than it shows
+    return Fresh(number, t.dtype, t.device, tuple(t.shape), t.stride(), offset, storage.nbytes())
+
+def _leaves(specs)->list:
+    "What is in a description"
+    if not isinstance(specs, Several): return [specs]
+    found = []
+    for part in specs.parts: found.extend(_leaves(part))
+    return found
+
 # %% ../../nbs/measure/10_traces.ipynb #caef30ab
+class Trace:
+    "The operations of one call of a model"
+    def __init__(self):
+        self.steps, self.seconds = [], []
+        self.inputs = []      # copies of the model's inputs
+        self.outside = {}     # number of a storage -> copy of what came from nowhere: constants, attributes
+        self.touched = {}     # number of a parameter's storage -> the first step that reads it
+        self.end, self.why = None, None # the step from which on nothing is skipped, and the reason
+
 class Recorder(Follower):
     """Writes down the calls of a model
 
@@ -868,6 +922,23 @@ def stop_here(self:Recorder,
     self.cut()
     self.stop(why)
 
+# %% ../../nbs/measure/10_traces.ipynb #d468d549
+@patch
+def _obstacle(self:Recorder, func, args:tuple, kwargs:dict, key:tuple)->str|None:
+    "Why this operation cannot be skipped, or None"
+    why = never_skipped(func, args, kwargs)
+    if why: return why
+    if ("other",) in key: return f"{func} works on tensors that are made of others, or are not dense"
+    facts = facts_of(func)
+    if not facts.written: return None
+    values = given(facts, args, kwargs)
+    for name in facts.written:
+        for t in tensors_in(values.get(name)):
+            number = self.window.numbers.get(t.untyped_storage()._cdata)
+            if number not in self.window.fresh: return f"{func} writes to what was there before the call"
+    return None
+
+# %% ../../nbs/measure/10_traces.ipynb #4348fc63
 @patch
 def is_delicate(self:Recorder,
     error:Exception, # that the evaluation raised
@@ -886,21 +957,6 @@ def is_delicate(self:Recorder,
     files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     by_torch = files[-1].startswith(str(Path(torch.__file__).parent))
     return by_torch or _handle.__code__.co_filename in files
-
-@patch
-def _obstacle(self:Recorder, func, args:tuple, kwargs:dict, key:tuple)->str|None:
-    "Why this operation cannot be skipped, or None"
-    why = never_skipped(func, args, kwargs)
-    if why: return why
-    if ("other",) in key: return f"{func} works on tensors that are made of others, or are not dense"
-    facts = facts_of(func)
-    if not facts.written: return None
-    values = given(facts, args, kwargs)
-    for name in facts.written:
-        for t in tensors_in(values.get(name)):
-            number = self.window.numbers.get(t.untyped_storage()._cdata)
-            if number not in self.window.fresh: return f"{func} writes to what was there before the call"
-    return None
 
 # %% ../../nbs/measure/10_traces.ipynb #d3b2e9d9
 @patch
@@ -945,66 +1001,15 @@ def _shared(self:Recorder, step:Step)->Step:
     before, n = self.traces[-2].steps, self.window.n
     return before[n] if n < len(before) and before[n] == step else step
 
-# %% ../../nbs/measure/10_traces.ipynb #9421424a
-def outputs(
-    window:Window, # of the call
-    func,          # operation
-    out,           # what it returned
-    found:list,    # tensors in its arguments
-):                 # as in `Step`; or why it cannot be skipped, in words
-    """Describe what an operation returned, and number what is new
-
-    Parameters
-    ----------
-    window : Window
-        of the call
-    func
-        operation
-    out
-        what it returned
-    found : list
-        tensors in its arguments
-
-    Returns
-    -------
-    as in `Step`; or why it cannot be skipped, in words
-    """
-    specs = _describe_out(window, out, found, window.next_number)
-    kinds = {leaf if isinstance(leaf, str) else type(leaf) for leaf in _leaves(specs)}
-    if "other" in kinds: return f"{func} returns tensors that are made of others, or are not dense"
-    looks = "view" in kinds or facts_of(func).reshapes
-    if looks and kinds & {Fresh, Value}: return f"{func} returns something that is known and something new"
-    return None if looks else specs
-
-def _describe_out(window, out, found:list, first_new:int):
-    "One output, or several in the container that they came in"
-    if isinstance(out, Tensor): return _describe_tensor(window, out, found, first_new)
-    if not isinstance(out, tuple | list): return Value(out)
-    parts = [_describe_out(window, part, found, first_new) for part in out]
-    return Several(type(out), tuple(parts))
-
-def _describe_tensor(window, t:Tensor, found:list, first_new:int):
-    "One tensor; a word for what looks at memory that is known, or is of another kind"
-    for i, argument in enumerate(found):
-        if t is argument: return Same(i)
-    if t.layout != torch.strided or not is_plain(type(t)): return "other"
-    storage = t.untyped_storage()
-    number = window.numbers.get(storage._cdata)
-    if number is not None: return "view" if number < first_new else "other"   # two outputs in one memory
-    number = window.enter(t, fresh=True)
-    offset = t.storage_offset()
-    natural = 0 if t.numel() == 0 else 1 + sum((n - 1)*step for n, step in zip(t.shape, t.stride(), strict=True))
-    if storage.nbytes() != (offset + natural)*t.element_size(): return "other"   # more memory than it shows
-    return Fresh(number, t.dtype, t.device, tuple(t.shape), t.stride(), offset, storage.nbytes())
-
-def _leaves(specs)->list:
-    "What is in a description"
-    if not isinstance(specs, Several): return [specs]
-    found = []
-    for part in specs.parts: found.extend(_leaves(part))
-    return found
+# %% ../../nbs/measure/10_traces.ipynb #a5d763ce
+def _same_inputs(inputs:list, before:list)->bool:
+    "Whether a model was called with the same tensors, bit for bit"
+    return len(inputs) == len(before) and all(copy.is_like(t) for copy, t in zip(before, inputs, strict=True))
 
 # %% ../../nbs/measure/10_traces.ipynb #0acc705a
+class Astray(BaseException):
+    "A call went another way than its trace, after something was skipped: it has to be made again"
+
 class Route(NamedTuple):
     """How far a call goes along its trace
 
@@ -1076,10 +1081,6 @@ class Skipper(Follower):
         if window.n == self.plan.base: self._check_dead()
         if window.n == self.plan.until: self._take_cut()
         self.window = None
-
-def _same_inputs(inputs:list, before:list)->bool:
-    "Whether a model was called with the same tensors, bit for bit"
-    return len(inputs) == len(before) and all(copy.is_like(t) for copy, t in zip(before, inputs, strict=True))
 
 @patch
 def lose_the_way(self:Skipper):
@@ -1161,6 +1162,19 @@ def _own_copy(self:Skipper, number:int, storage:torch.UntypedStorage)->torch.Unt
     if number in self.cut and number not in self.rewritten: return self.cut[number].storage
     return storage.clone()
 
+# %% ../../nbs/measure/10_traces.ipynb #93b87a89
+@patch
+def _hand_out(self:Skipper, outs, found:list):
+    "What a step returned"
+    if isinstance(outs, Same): return found[outs.place]
+    if isinstance(outs, Value): return outs.value
+    if isinstance(outs, Several): return outs.kind(self._hand_out(part, found) for part in outs.parts)
+    box = self.cut.get(outs.number)
+    if box is None: t = stand_in(outs, self.poison)
+    else: t = over(box.storage.clone(), outs)   # whoever gets it may write to it
+    self.window.enter(t, fresh=True)
+    return t
+
 # %% ../../nbs/measure/10_traces.ipynb #9d642c45
 @patch
 def step(self:Skipper,
@@ -1209,7 +1223,6 @@ def _turn_off(self:Skipper, func, args:tuple, kwargs:dict):
     self.leave_soon()
     return func(*args, **kwargs)
 
-# %% ../../nbs/measure/10_traces.ipynb #a729afd9
 @patch
 def _along(self:Skipper, step:Step, func, args:tuple, kwargs:dict, found:list):
     "Carry out a step that gives what it gave"
@@ -1224,15 +1237,3 @@ def _along(self:Skipper, step:Step, func, args:tuple, kwargs:dict, found:list):
         self.window = None
         self.leave_soon()
     return out
-
-@patch
-def _hand_out(self:Skipper, outs, found:list):
-    "What a step returned"
-    if isinstance(outs, Same): return found[outs.place]
-    if isinstance(outs, Value): return outs.value
-    if isinstance(outs, Several): return outs.kind(self._hand_out(part, found) for part in outs.parts)
-    box = self.cut.get(outs.number)
-    if box is None: t = stand_in(outs, self.poison)
-    else: t = over(box.storage.clone(), outs)   # whoever gets it may write to it
-    self.window.enter(t, fresh=True)
-    return t

@@ -82,18 +82,6 @@ class Store:
     def before_writing(self, t: Tensor) -> None: ...
     def move_out(self) -> None: ...
 
-class Astray(BaseException): ...
-
-class Trace:
-    steps: Any
-    seconds: Any
-    inputs: Any
-    outside: Any
-    touched: Any
-    end: Any
-    why: Any
-    def __init__(self) -> None: ...
-
 class Window:
     call: int
     n: Any
@@ -124,6 +112,18 @@ class Follower(_python_dispatch.TorchDispatchMode):
     def describe(self, values, found: list) -> tuple: ...
     def key_of(self, args: tuple, kwargs: dict, found: list) -> tuple: ...
 
+def outputs(window: Window, func, out, found: list) -> Any: ...
+
+class Trace:
+    steps: Any
+    seconds: Any
+    inputs: Any
+    outside: Any
+    touched: Any
+    end: Any
+    why: Any
+    def __init__(self) -> None: ...
+
 class Recorder(Follower):
     watched: set
     traces: Any
@@ -142,7 +142,7 @@ class Recorder(Follower):
     def is_delicate(self, error: Exception) -> bool: ...
     def step(self, func, args: tuple, kwargs: dict) -> Any: ...
 
-def outputs(window: Window, func, out, found: list) -> Any: ...
+class Astray(BaseException): ...
 
 class Route(NamedTuple):
     trace: Trace
