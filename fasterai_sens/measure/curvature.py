@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['n_samples', 'cut', 'in_pieces', 'Piece', 'drawn', 'pieces_of', 'has_gradients', 'chosen', 'picked', 'has_parts',
-           'Curvature', 'readers', 'by_inputs', 'through_gates', 'curvature']
+           'readers', 'by_inputs', 'through_gates', 'Curvature', 'curvature']
 
 # %% ../../nbs/measure/09_curvature.ipynb #43fd7582
 import math
@@ -402,6 +402,7 @@ def part(self:ClassifierData,
     some.untouched = [logp[mine] for logp, mine in zip(self.untouched, which, strict=True) if len(mine)]
     return some, sum(map(len, which))/sum(n_samples(pair) for pair in pairs)
 
+# %% ../../nbs/measure/09_curvature.ipynb #3fb15db4
 def has_parts(
     eval_fn, # as `as_eval_fn` returns it
 )->bool:
@@ -420,102 +421,6 @@ def has_parts(
     if data is None or not hasattr(eval_fn, "part"): return False
     pairs = eval_fn.batches(None) if isinstance(eval_fn, ClassifierData) else pairs_of(data, None)
     return all(n_samples(pair) for pair in pairs)
-
-# %% ../../nbs/measure/09_curvature.ipynb #2c2fac68
-@dataclass(eq=False)
-class Curvature:
-    """Slope and curvature of the objective at the weights that a model has when it is asked
-
-    Parameters
-    ----------
-    slopes : dict, default dict()
-        tensor -> gradient, same shape
-    fishers : dict, default dict()
-        tensor -> mean square of a sample's gradient, same shape
-    gates : dict, default dict()
-        name of a group -> (slope, Fisher) of each channel of its root
-    value : float, default 0.
-        mean of the objective
-    n : int, default 0
-        samples that were looked at
-    cost : int, default 0
-        forward passes of one sample that it took; a backward pass counts as two
-    """
-    slopes:dict=field(default_factory=dict)  # tensor -> gradient, same shape
-    fishers:dict=field(default_factory=dict) # tensor -> mean square of a sample's gradient, same shape
-    gates:dict=field(default_factory=dict)   # name of a group -> (slope, Fisher) of each channel of its root
-    value:float=0.   # mean of the objective
-    n:int=0          # samples that were looked at
-    cost:int=0       # forward passes of one sample that it took; a backward pass counts as two
-
-@patch
-def remember(self:Curvature,
-    gradients:dict, # tensor -> gradient on one piece
-    scale:float,    # what a square of them counts
-    groups,         # of `ChannelGroup`
-):
-    """Nothing: the squares are enough
-
-    Parameters
-    ----------
-    gradients : dict
-        tensor -> gradient on one piece
-    scale : float
-        what a square of them counts
-    groups
-        of `ChannelGroup`
-    """
-
-def _add(sums:dict, key, value:Tensor):
-    "Add to what is there, or be the first"
-    if key in sums: sums[key] += value
-    else: sums[key] = value.clone()
-
-@patch
-def add(self:Curvature,
-    piece:Piece,
-    tensors:list, # whose gradients are wanted
-    groups=(),    # of `ChannelGroup`
-):
-    """One more piece; sums, until `curvature` divides them. Raises ValueError if there are no gradients
-
-    Parameters
-    ----------
-    piece : Piece
-        a `Piece`: the objective on a few samples, with the graph that leads to the weights
-    tensors : list
-        whose gradients are wanted
-    groups : default ()
-        of `ChannelGroup`
-    """
-    if not piece.has_gradients:
-        raise ValueError(
-            "the objective has no gradients: it was computed without a graph, or it is a count such as accuracy; "
-            "give data with a loss, such as evaluation(data, metric, objective='kl')")
-    slopes = _gradients(piece.loss, tensors, keep=piece.likelihood is not None)
-    steep = slopes if piece.likelihood is None else _gradients(piece.likelihood, tensors)
-    scale = piece.n*piece.n*piece.places   # a mean over n has a square n times smaller, and counts n times
-    self.remember(steep, scale, groups)
-    for t in tensors:
-        _add(self.slopes, t, slopes[t]*piece.n)
-        _add(self.fishers, t, steep[t].square()*scale)
-    for g in groups:
-        slope, fisher = (through_gates(g, of) for of in (slopes, steep))
-        self._add_gate(g.name, slope*piece.n, fisher.square()*scale)
-    self.value += piece.loss.item()*piece.n
-    self.n += piece.n
-    self.cost += piece.cost
-
-def _gradients(loss:Tensor, tensors:list, keep:bool=False)->dict:
-    "Of each tensor; zeros where the loss does not depend on it"
-    found = torch.autograd.grad(loss, tensors, retain_graph=keep, allow_unused=True)
-    return {t: torch.zeros_like(t) if g is None else g.detach() for t, g in zip(tensors, found, strict=True)}
-
-@patch
-def _add_gate(self:Curvature, name:str, slope:Tensor, fisher:Tensor):
-    "Add to the gates of a group"
-    if name not in self.gates: self.gates[name] = slope, fisher
-    else: self.gates[name] = self.gates[name][0] + slope, self.gates[name][1] + fisher
 
 # %% ../../nbs/measure/09_curvature.ipynb #f0cd3c73
 def readers(
@@ -589,6 +494,104 @@ def through_gates(
         total.index_add_(0, torch.tensor(part.roots), of_inputs[torch.tensor(part.idxs)])
     return total
 
+# %% ../../nbs/measure/09_curvature.ipynb #d776fa7c
+def _add(sums:dict, key, value:Tensor):
+    "Add to what is there, or be the first"
+    if key in sums: sums[key] += value
+    else: sums[key] = value.clone()
+
+def _gradients(loss:Tensor, tensors:list, keep:bool=False)->dict:
+    "Of each tensor; zeros where the loss does not depend on it"
+    found = torch.autograd.grad(loss, tensors, retain_graph=keep, allow_unused=True)
+    return {t: torch.zeros_like(t) if g is None else g.detach() for t, g in zip(tensors, found, strict=True)}
+
+# %% ../../nbs/measure/09_curvature.ipynb #2c2fac68
+@dataclass(eq=False)
+class Curvature:
+    """Slope and curvature of the objective at the weights that a model has when it is asked
+
+    Parameters
+    ----------
+    slopes : dict, default dict()
+        tensor -> gradient, same shape
+    fishers : dict, default dict()
+        tensor -> mean square of a sample's gradient, same shape
+    gates : dict, default dict()
+        name of a group -> (slope, Fisher) of each channel of its root
+    value : float, default 0.
+        mean of the objective
+    n : int, default 0
+        samples that were looked at
+    cost : int, default 0
+        forward passes of one sample that it took; a backward pass counts as two
+    """
+    slopes:dict=field(default_factory=dict)  # tensor -> gradient, same shape
+    fishers:dict=field(default_factory=dict) # tensor -> mean square of a sample's gradient, same shape
+    gates:dict=field(default_factory=dict)   # name of a group -> (slope, Fisher) of each channel of its root
+    value:float=0.   # mean of the objective
+    n:int=0          # samples that were looked at
+    cost:int=0       # forward passes of one sample that it took; a backward pass counts as two
+
+@patch
+def remember(self:Curvature,
+    gradients:dict, # tensor -> gradient on one piece
+    scale:float,    # what a square of them counts
+    groups,         # of `ChannelGroup`
+):
+    """Nothing: the squares are enough
+
+    Parameters
+    ----------
+    gradients : dict
+        tensor -> gradient on one piece
+    scale : float
+        what a square of them counts
+    groups
+        of `ChannelGroup`
+    """
+
+@patch
+def add(self:Curvature,
+    piece:Piece,
+    tensors:list, # whose gradients are wanted
+    groups=(),    # of `ChannelGroup`
+):
+    """One more piece; sums, until `curvature` divides them. Raises ValueError if there are no gradients
+
+    Parameters
+    ----------
+    piece : Piece
+        a `Piece`: the objective on a few samples, with the graph that leads to the weights
+    tensors : list
+        whose gradients are wanted
+    groups : default ()
+        of `ChannelGroup`
+    """
+    if not piece.has_gradients:
+        raise ValueError(
+            "the objective has no gradients: it was computed without a graph, or it is a count such as accuracy; "
+            "give data with a loss, such as evaluation(data, metric, objective='kl')")
+    slopes = _gradients(piece.loss, tensors, keep=piece.likelihood is not None)
+    steep = slopes if piece.likelihood is None else _gradients(piece.likelihood, tensors)
+    scale = piece.n*piece.n*piece.places   # a mean over n has a square n times smaller, and counts n times
+    self.remember(steep, scale, groups)
+    for t in tensors:
+        _add(self.slopes, t, slopes[t]*piece.n)
+        _add(self.fishers, t, steep[t].square()*scale)
+    for g in groups:
+        slope, fisher = (through_gates(g, of) for of in (slopes, steep))
+        self._add_gate(g.name, slope*piece.n, fisher.square()*scale)
+    self.value += piece.loss.item()*piece.n
+    self.n += piece.n
+    self.cost += piece.cost
+
+@patch
+def _add_gate(self:Curvature, name:str, slope:Tensor, fisher:Tensor):
+    "Add to the gates of a group"
+    if name not in self.gates: self.gates[name] = slope, fisher
+    else: self.gates[name] = self.gates[name][0] + slope, self.gates[name][1] + fisher
+
+# %% ../../nbs/measure/09_curvature.ipynb #32121dc7
 def curvature(
     model:nn.Module, # under whatever plan is in force; comes back bit for bit
     pieces:Callable, # from `pieces_of`; what compares with the untouched model must have seen it

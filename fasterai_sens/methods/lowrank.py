@@ -56,7 +56,7 @@ def as_matrices(
 def count_groups(
     unit, # a `Unit`, or an outline of one
 )->int:
-    """How many groups its layer has; 1 for what is no convolution
+    """How many groups its layer has; 1 if it is not a convolution
 
     Parameters
     ----------
@@ -671,6 +671,7 @@ def thin_layers(
     second = nn.Linear(rank, n_out, bias=False, device="meta")
     return first, second
 
+# %% ../../nbs/methods/12_lowrank.ipynb #8cf0d696
 def _as_pointwise(matrices:Tensor, w:Tensor)->Tensor:
     "Matrices as the weight of a layer that looks at one place at a time, with as many axes as `w`"
     rows = matrices.flatten(0, 1)
@@ -751,6 +752,7 @@ def in_two(
     if is_hf_conv1d(module): pair._turned = True
     return pair.train(module.training)
 
+# %% ../../nbs/methods/12_lowrank.ipynb #c4ce00fa
 def split_unit(
     unit:Unit,         # what to factorize
     spectrum:Spectrum, # of its weight
@@ -800,6 +802,7 @@ def swap_modules(
             if child in new: parent._modules[name] = new[child]
     forget_casts()
 
+# %% ../../nbs/methods/12_lowrank.ipynb #df5bc5a8
 class AppliedRanks:
     """Layers of a model that are two layers now, until `remove()`
 
@@ -851,6 +854,7 @@ def _asked(
     levels = target_units(model, LayerTargets(plan, method="low_rank"))
     return {unit: pct for unit, pct in levels.items() if pct}
 
+# %% ../../nbs/methods/12_lowrank.ipynb #4d28103f
 def _row_of(unit:Unit, pct:float, rank:int, spectrum:Spectrum)->dict:
     "What becomes of one layer"
     size = matrix_size(unit)
@@ -865,6 +869,7 @@ def _row_of(unit:Unit, pct:float, rank:int, spectrum:Spectrum)->dict:
         error=100*spectrum.error(rank),
     )
 
+# %% ../../nbs/methods/12_lowrank.ipynb #23e09a67
 def factorize(
     model:nn.Module, # changed in place, until `remove()`
     plan,            # percent of the weights to save in each layer, or layer name -> percent

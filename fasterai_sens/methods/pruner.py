@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_ratios', 'check_rising', 'guess_inputs', 'named_modules_of', 'without_ignored', 'resolve', 'model_size',
-           'Pruner', 'in_one_ranking']
+           'bound_for', 'Pruner', 'in_one_ranking']
 
 # %% ../../nbs/methods/11_pruner.ipynb #fb7698b3
 import warnings
@@ -263,6 +263,39 @@ def model_size(
     params = sum(p.numel() for p in model.parameters())
     return dict(layers=layers, params=params, macs=macs)
 
+# %% ../../nbs/methods/11_pruner.ipynb #622b6d03
+def bound_for(
+    steps:int,        # in how many the channels go
+    criteria,         # which channels matter
+    model:nn.Module,  # as it is now
+    calibration_data, # for criteria that use data
+    sample,           # one example input
+)->Criterion:
+    """The criterion with what it needs. Raises ValueError if it compares with earlier weights that nobody has
+
+    Parameters
+    ----------
+    steps : int
+        in how many the channels go
+    criteria
+        which channels matter
+    model : nn.Module
+        as it is now
+    calibration_data
+        for criteria that use data
+    sample
+        one example input
+
+    Returns
+    -------
+    Criterion
+    """
+    criteria = as_criterion(criteria)
+    if criteria.needs in (INITIAL, PREVIOUS) and criteria.refs is None:
+        if steps == 1: raise ValueError(criteria.how_to())   # the weights of now have not changed since now
+        criteria = criteria.since(model)
+    return bind(criteria, model, all_units(model)[0], calibration_data, sample)
+
 # %% ../../nbs/methods/11_pruner.ipynb #1c097096
 class Pruner:
     """Removes the least important channels of a model
@@ -321,21 +354,7 @@ class Pruner:
         self.groups = {g.name: g for g in groups if g.name in self.targets}
         self.sizes = {name: n_granules(g)[0] for name, g in self.groups.items()}   # at the start
         self.before = model_size(model, self.example_inputs)
-        self.criteria = self._bind(criteria, calibration_data)
-
-# %% ../../nbs/methods/11_pruner.ipynb #a1f78568
-@patch
-def _bind(self:Pruner,
-    criteria,         # which channels matter
-    calibration_data, # for criteria that use data
-)->Criterion:
-    "The criterion with what it needs. Raises ValueError if it compares with earlier weights that nobody has"
-    criteria = as_criterion(criteria)
-    if criteria.needs in (INITIAL, PREVIOUS) and criteria.refs is None:
-        if self.steps == 1: raise ValueError(criteria.how_to())   # the weights of now have not changed since now
-        criteria = criteria.since(self.model)
-    units = all_units(self.model)[0]
-    return bind(criteria, self.model, units, calibration_data, self.example_inputs)
+        self.criteria = bound_for(self.steps, criteria, model, calibration_data, self.example_inputs)
 
 # %% ../../nbs/methods/11_pruner.ipynb #8b361083
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cost_names', 'weight_macs', 'n_params', 'count_costs', 'side_of', 'lost_with', 'own_tensors', 'shorter', 'find_axes',
-           'Widths', 'Outline', 'outline', 'agree', 'find_widths', 'ChannelActor']
+           'price_each', 'Widths', 'Outline', 'outline', 'agree', 'find_widths', 'ChannelActor']
 
 # %% ../../nbs/methods/09_widths.ipynb #be3fbdab
 import math
@@ -272,9 +272,41 @@ def find_axes(
                     axes.setdefault((at, axis), (side, by))
     return axes
 
-# %% ../../nbs/methods/09_widths.ipynb #e630b565
+# %% ../../nbs/methods/09_widths.ipynb #ee88fa3e
 cost_names = ("params", "flops", "bytes")
 
+def price_each(
+    model:nn.Module, # any model
+    sample,          # one example input
+    tensors:list,    # parameters and buffers of the model
+)->tuple:            # cost -> of the whole model; cost -> for each tensor what one number of it costs
+    """What the whole model costs, and what one number of each tensor does
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    sample
+        one example input
+    tensors : list
+        parameters and buffers of the model
+
+    Returns
+    -------
+    tuple
+        cost -> of the whole model; cost -> for each tensor what one number of it costs
+    """
+    macs, whole_macs = weight_macs(model, sample)
+    whole = dict(params=n_params(model), flops=whole_macs, bytes=n_bytes(model))
+    parameters = {place(p) for p in model.parameters()}
+    each = {name: np.zeros(len(tensors)) for name in cost_names}
+    for i, t in enumerate(tensors):
+        each["params"][i] = place(t) in parameters
+        each["flops"][i] = macs.get(place(t), 0.)/t.numel()
+        each["bytes"][i] = t.element_size()
+    return whole, each
+
+# %% ../../nbs/methods/09_widths.ipynb #e630b565
 class Widths:
     """Computes what a model costs once channels are gone
 
@@ -303,44 +335,24 @@ class Widths:
         self.tensors = {at: i for i, at in enumerate(self.axes)}
         tensors = {place(t): t for _, _, t in own_tensors(model)}
         self.shapes = {at: tuple(tensors[at].shape) for at in self.axes}
-        self._weigh(model, sample, tensors)
+        self.whole, self.each = price_each(model, sample, [tensors[at] for at in self.axes])
         self._fill_arrays()
-
-# %% ../../nbs/methods/09_widths.ipynb #0ba29f50
-@patch
-def _weigh(self:Widths,
-    model:nn.Module, # any model
-    sample,          # one example input
-    tensors:dict,    # place -> tensor of the model
-):
-    "What the whole model costs, and what one number of each tensor does"
-    macs, whole_macs = weight_macs(model, sample)
-    self.whole = dict(params=n_params(model), flops=whole_macs, bytes=n_bytes(model))
-    parameters = {place(p) for p in model.parameters()}
-    self.each = {name: np.zeros(len(self.tensors)) for name in cost_names}
-    for at, i in self.tensors.items():
-        t = tensors[at]
-        self.each["params"][i] = at in parameters
-        self.each["flops"][i] = macs.get(at, 0.)/t.numel()
-        self.each["bytes"][i] = t.element_size()
-
-@patch
-def _fill_arrays(self:Widths):
-    "For each tensor its axes that get shorter, filled up with axes of length 1 that stay"
-    depths = [len(of_tensor) for of_tensor in self.axes.values()]
-    size = len(depths), max([2, *depths])
-    self.length = np.ones(size)
-    self.side = np.full(size, len(self.sides))   # the column behind all sides, which is 0
-    self.by = np.zeros(size)
-    self.dense = np.ones(len(depths))            # numbers in each tensor
-    for at, i in self.tensors.items():
-        shape = self.shapes[at]
-        self.dense[i] = math.prod(shape)
-        for j, (axis, side, by) in enumerate(self.axes[at]):
-            self.length[i, j] = shape[axis]
-            self.side[i, j] = self.sides[side]
-            self.by[i, j] = float(by)
-    self.rest = self.dense/self.length.prod(1)   # the product of the axes that stay
+    def _fill_arrays(self):
+        "For each tensor its axes that get shorter, filled up with axes of length 1 that stay"
+        depths = [len(of_tensor) for of_tensor in self.axes.values()]
+        size = len(depths), max([2, *depths])
+        self.length = np.ones(size)
+        self.side = np.full(size, len(self.sides))   # the column behind all sides, which is 0
+        self.by = np.zeros(size)
+        self.dense = np.ones(len(depths))            # numbers in each tensor
+        for at, i in self.tensors.items():
+            shape = self.shapes[at]
+            self.dense[i] = math.prod(shape)
+            for j, (axis, side, by) in enumerate(self.axes[at]):
+                self.length[i, j] = shape[axis]
+                self.side[i, j] = self.sides[side]
+                self.by[i, j] = float(by)
+        self.rest = self.dense/self.length.prod(1)   # the product of the axes that stay
 
 # %% ../../nbs/methods/09_widths.ipynb #0d86edea
 @patch
