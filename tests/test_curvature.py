@@ -77,7 +77,7 @@ def test_what_has_no_gradients():
     by_hand = evaluation((x, y), each)
     by_hand.data = None
     for eval_fn in (evaluation((x, y), hit), lambda m: 1., without, by_hand): assert not has_gradients(net, pieces_of(eval_fn, higher_is_better=False))
-    with pytest.raises(ValueError, match="has no gradients"): curvature(net, pieces_of(without), find_units(net)[0])
+    with pytest.raises(ValueError): curvature(net, pieces_of(without), find_units(net)[0])
 
 
 def test_tokens_count_as_many():

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.metrics import accuracy
+from fastai.torch_core import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import (
@@ -27,6 +30,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from fasterai_sens import (
     FineTuned,
     SensitivityAnalyzer,
+    SparsifyCallback,
     allocate,
     analyze_degradation,
     analyze_sensitivity,
@@ -108,6 +112,31 @@ def test_every_door_takes_data():
     assert validate_compression_target(model, net(), data, .1).baseline_metric == pytest.approx(right(model).mean().item())
     tuned = FineTuned(lambda m: None, data)
     assert torch.equal(tuned(model)[0], right(model))
+
+
+def test_loaders_with_processes_of_their_own(tmp_path):
+    """Two processes give the numbers of none: as `eval_fn`, where it trains, and in a fit with a callback; the model comes back."""
+    ds, found = TensorDataset(x, y), []
+    for n in (0, 2):
+        model, loader = net(), DataLoader(ds, 20, shuffle=True, num_workers=n)
+        before = fingerprint(model)
+
+        def train(m, loader=loader):
+            opt = torch.optim.SGD(m.train().parameters(), .1)
+            for a, b in loader:
+                opt.zero_grad()
+                F.cross_entropy(m(a), b).backward()
+                opt.step()
+
+        results = [analyze_sensitivity(model, x[:1], data, verbose=False) for data in (loader, FineTuned(train, loader))]
+        assert not changes(before, fingerprint(model))
+        set_seed(0)
+        learn = Learner(DataLoaders.from_dsets(ds, ds, bs=20, device="cpu", num_workers=n), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=tmp_path)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, .1, cbs=SparsifyCallback(50))
+        assert [int((m.weight == 0).sum()) for m in (model[0], model[2])] == [16, 12]
+        results.append(SensitivityAnalyzer.from_learner(learn).analyze(verbose=False))
+        found.append([[(r.delta, r.objective_delta) for r in result.layers] for result in results] + [p.tolist() for p in model.parameters()])
+    assert found[0] == found[1] and any(delta for delta, _ in found[0][1])
 
 
 class Stream(IterableDataset):

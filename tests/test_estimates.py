@@ -79,7 +79,7 @@ def test_every_plan_takes_them():
     assert isinstance(plan, Plan) and plan.costs["bytes"] <= .25*plan.whole["bytes"]
     found = search_targets(net, x[:1], (x, y), 60, plans={"estimate": zeros.to_layer_targets(net, 60)}, evaluations=30, verbose=False)
     assert "estimate" in {row["plan"] for row in found.ranking}
-    with pytest.raises(ValueError, match="measured different things"):
+    with pytest.raises(ValueError):
         allocate([zeros, analyzer.sweep("quantization", [8, 4], verbose=False)], "25%", "bytes", model=net, sample=x[:1], verbose=False)
 
 

@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision.models.resnet import BasicBlock, ResNet
-from toys import folder_of, forget_fasterai, peer, peers
+from toys import NarrowResNet, folder_of, forget_fasterai, peer, peers
 
 import fasterai_sens as ours
 from fasterai_sens import LayerTargets
@@ -58,8 +57,8 @@ def new():
 
 @pytest.fixture(scope="module")
 def learn():
-    """A ResNet with one block in each stage, trained on the digits for so long that its layers differ."""
-    return digits_learner(epochs=2, arch=partial(ResNet, BasicBlock, [1, 1, 1, 1]))
+    """A narrow ResNet with one block in each stage, trained on the digits for so long that its layers differ."""
+    return digits_learner(epochs=2, arch=partial(NarrowResNet, layers=[1, 1, 1, 1]))
 
 
 @pytest.fixture(scope="module")

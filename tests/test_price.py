@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from toys import all_pairs
 
 from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, changes, fingerprint
 from fasterai_sens.core import keeping
@@ -44,9 +45,7 @@ def adds_a_hook(m):
     m[3].register_forward_hook(lambda m, args, out: 2*out)
 
 
-@pytest.mark.parametrize("late", [leaves_training_mode, goes_half, adds_a_hook], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("method", ["sparsity", "quantization", "pruning"])
-@pytest.mark.parametrize("at", [1, 2, 6, 9, 13])
+@pytest.mark.parametrize("late,method,at", all_pairs([leaves_training_mode, goes_half, adds_a_hook], ["sparsity", "quantization", "pruning"], [1, 2, 6, 9, 13]))
 def test_what_an_evaluation_leaves_behind_late_reaches_no_other_row(late, method, at):
     """Whichever evaluation begins with it, the rows are those of a tidy one, and the model comes back"""
     model, calls = network(), []

@@ -1211,7 +1211,7 @@ def test_targets_that_do_not_fit_the_model(tmp_path, ratio, error):
 
 
 def test_a_schedule_that_falls_is_refused():
-    with pytest.raises(ValueError, match="cannot come back"):
+    with pytest.raises(ValueError):
         PruneCallback(50, schedule=Schedule(lambda pos: pos if pos < .9 else .5))
     with pytest.raises(TypeError, match="Schedule"):
         PruneCallback(50, schedule="agp")

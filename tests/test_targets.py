@@ -287,7 +287,7 @@ def test_bits_have_no_percent_targets():
     model = nn.Sequential(nn.Linear(2, 2))
     res = SensitivityResult("quantization", 4, BASE, [row(model, "0", 0.1)])
     for source in (res, SweepResult([res])):
-        with pytest.raises(ValueError, match="to_bit_plan"):
+        with pytest.raises(ValueError):
             source.to_layer_targets(model)
 
 

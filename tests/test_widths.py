@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torchvision import models
+from toys import SHORT
 
 from fasterai_sens import Applier, LayerTargets, Plan, changes, compress_to_size, count_flops_params, fingerprint, n_bytes
 from fasterai_sens.core.plans import BitPlan
@@ -35,16 +36,15 @@ def check_random_plans(applier, n=3):
             assert computed == pytest.approx(counted, rel=1e-9), plan
 
 
-families = {
-    "resnet18": 32, "mobilenet_v2": 32, "squeezenet1_1": 64, "resnext50_32x4d": 32, "regnet_y_400mf": 32, "densenet121": 32, "efficientnet_b0": 32, "convnext_tiny": 32, "mobilenet_v3_small": 32}
+families = {**{name: make for name, make in SHORT.items() if name != "vit"}, "squeezenet": models.squeezenet1_1, "mobilenet_v3": models.mobilenet_v3_small}
 
 
 @pytest.mark.parametrize("name", families)
 def test_computed_is_counted_on_families(name):
     """Residual, depthwise, grouped, joined, squeezed and scaled layers."""
     torch.manual_seed(0)
-    model = getattr(models, name)(num_classes=10)
-    check_random_plans(compressor_of(model, torch.randn(1, 3, families[name], families[name])), 2)
+    size = 64 if name == "squeezenet" else 32
+    check_random_plans(compressor_of(families[name](num_classes=10), torch.randn(1, 3, size, size)), 2)
 
 
 def test_flattened_positions():
@@ -135,7 +135,7 @@ def test_positions_that_are_channels():
 def test_sizes_are_those_of_the_smaller_model(cost):
     """`compress_to_size` computes its tries, and its result is as large as it says."""
     torch.manual_seed(0)
-    model, x = models.resnet18(num_classes=10).eval(), torch.randn(1, 3, 32, 32)
+    model, x = SHORT["resnet18"](num_classes=10).eval(), torch.randn(1, 3, 32, 32)
     small = compress_to_size(model, x, 40, cost=cost)
     real = dict(params=sum(p.numel() for p in small.model.parameters()), flops=count_flops_params(small.model, x, verbose=False)[0], bytes=n_bytes(small.model))
     assert small.size == real[cost] <= .4*small.dense_size

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from fasterai_sens.methods.criteria import taylor
 
 warnings.simplefilter("ignore")
-out, how, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+out, ways, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
 torch.set_num_threads(1)
 
 
@@ -63,8 +63,8 @@ def all_of_the_data():
     return DataLoaders.from_dsets(TensorDataset(x[:320], y[:320]), TensorDataset(x[1200:1300], y[1200:1300]), bs=32, device="cpu", num_workers=0)
 
 
-def fit(name):
-    """Train with one of the callbacks; what is left."""
+def fit(name, how):
+    """Train with one of the callbacks, in one of the ways; what is left."""
     cb, watch = three[name](), Watch()
     if name != "quantized":
         cb.criteria = taylor
@@ -85,12 +85,12 @@ def broadcast(self, t, source):
     return t.tolist()
 
 
-if how == "accelerate":
+if ways[0] == "accelerate":  # it makes the group of processes itself
     from fastai.distributed import DistributedDL
 
     DistributedDL._broadcast = broadcast
 else:
     torch.distributed.init_process_group("gloo")
-torch.save({name: fit(name) for name in three}, out / f"{rank}.pth")
+torch.save({(how, name): fit(name, how) for how in ways for name in three}, out / f"{rank}.pth")
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
