@@ -197,7 +197,7 @@ def wanted_of_errors(tree):
             if errors: yield from (text for text in in_words(ast.List(node.elts[errors[-1] + 1:])) if len(text) >= 20)
 
 
-def test_no_message_is_asserted_twice():
+def test_what_an_error_reads_is_asked_for_once():
     """No two files ask for the same text of an error, nor one for 20 characters or more of what the other asks for; several times in one file is one place."""
     sources = {p: [p.read_text()] for p in sorted((root / "tests").glob("*.py"))} | {p: cells(p) for p in books}
     found = {str(p.relative_to(root)): {text for s in source for text in wanted_of_errors(ast.parse(s)) if text} for p, source in sources.items()}
