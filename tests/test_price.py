@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import all_pairs
 
 from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, changes, fingerprint
@@ -107,3 +108,31 @@ def test_a_unit_does_not_pay_for_the_others(method):
         return model.walks
 
     assert walks(100) == walks(25) < 25   # with one walk for each unit it would be 75 more
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations whose result the CPU reads, for which a GPU has to finish what it was given"""
+    names = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "bincount"}
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func.overloadpacket.__name__ in self.names
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["sparsity", "quantization"])
+def test_waits_for_the_device_are_those_of_the_unit(method):
+    """Three for its scores or ranges, and two each for weight and bias, whether anybody wrote to them: layers that are not measured cost none"""
+    def count(n):
+        free = iter(range(1000))
+        analyzer = SensitivityAnalyzer(network(n), x, lambda m: float(next(free)), reuse=False)
+        layers = [u.name for u in analyzer.units][:4]
+        waits = []
+        for some in (layers[:2], layers):
+            with Waits() as counter: analyzer.analyze(method, layers=some, verbose=False)
+            waits.append(counter.n)
+        return (waits[1] - waits[0])/2
+    assert count(6) == count(18) <= 7
