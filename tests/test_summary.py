@@ -20,10 +20,10 @@ def result(rows, level=50, **more):
     return SensitivityResult("sparsity", level, .9, rows, **objective, **more)
 
 
-def lists(found, capsys, top=5):
+def lists(found, capsys, *top):
     """The names under "fragile" and under "robust", and the text"""
     capsys.readouterr()
-    found.summary(top=top)
+    found.summary(**dict(zip(["top"], top, strict=False)))
     text = capsys.readouterr().out
     fragile, robust = re.search(r"most sensitive \(fragile\)(.*?)\n\n  most robust \(compressible\)(.*?)(\n\n|\Z)", text, re.S).groups()[:2]
     names = lambda part: [line.split()[0] for line in part.splitlines()[1:] if line.startswith("    ") and line.split()[0] != "none"]
@@ -31,11 +31,12 @@ def lists(found, capsys, top=5):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 9, 10, 11, 30])
-@pytest.mark.parametrize("top", [0, 1, 5])
-def test_no_layer_is_in_both_lists(n, top, capsys):
+@pytest.mark.parametrize("given", [(), (0,), (1,), (5,)], ids=["by default", "0", "1", "5"])
+def test_no_layer_is_in_both_lists(n, given, capsys):
+    top, = given or [5]
     rows = [row(f"layer{i}", .01*(i + 1)) for i in range(n)]
     for found in (result(rows), SweepResult([result(rows), result(rows, 75)])) if n else (result(rows),):
-        fragile, robust, _ = lists(found, capsys, top)
+        fragile, robust, _ = lists(found, capsys, *given)
         assert not set(fragile) & set(robust) and len(fragile) <= top and len(robust) <= top
         assert fragile == [f"layer{i}" for i in range(n - 1, -1, -1)][:len(fragile)] and robust == [f"layer{i}" for i in range(n)][:len(robust)]
         assert len(fragile) + len(robust) == min(n, 2*top)
