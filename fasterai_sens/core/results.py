@@ -55,6 +55,10 @@ class LayerSensitivity(Saved):
         its rise over the untouched model
     no_ci : str|None, default None
         why there is no interval; None if there is one, or if the layer was not compressed
+    n : int|None, default None
+        samples that it was measured on, if it was measured until it was settled; None: all
+    side : str|None, default None
+        what was settled: "above", "below", "top", "rest", "undecided"; None: nothing was asked
     """
     name:str                 # layer name, as in `model.named_modules()`
     layer_type:str           # class name, such as "Conv2d"
@@ -70,6 +74,8 @@ class LayerSensitivity(Saved):
     objective:float|None=None       # second quantity with this layer compressed, lower is better; None: not recorded
     objective_delta:float|None=None # its rise over the untouched model
     no_ci:str|None=None      # why there is no interval; None if there is one, or if the layer was not compressed
+    n:int|None=None          # samples that it was measured on, if it was measured until it was settled; None: all
+    side:str|None=None       # what was settled: "above", "below", "top", "rest", "undecided"; None: nothing was asked
 
     @classmethod
     def from_dict(cls,
@@ -106,10 +112,12 @@ def _same(a, b)->bool:
 def plan_basis(
     rows,             # of `LayerSensitivity`, those of one plan
     by:str|None=None, # "metric" or "objective"; None: the objective if it was recorded
+    any_samples:bool=False, # whether rows may rest on different samples: to rank or show them, not to plan
 )->str:               # "metric" or "objective"
     """What a plan from these rows goes by
 
-    Raises ValueError for any other `by`, or for an objective that was not recorded.
+    Raises ValueError for any other `by`, for an objective that was not recorded, and for rows that rest on different
+    numbers of samples.
 
     Parameters
     ----------
@@ -117,12 +125,15 @@ def plan_basis(
         of `LayerSensitivity`, those of one plan
     by : str|None, default None
         "metric" or "objective"; None: the objective if it was recorded
+    any_samples : bool, default False
+        whether rows may rest on different samples: to rank or show them, not to plan
 
     Returns
     -------
     str
         "metric" or "objective"
     """
+    if not any_samples: _check_same_samples(rows)
     if by not in (None, "metric", "objective"):
         raise ValueError(f"by is 'metric', 'objective' or None; got {by!r}")
     recorded = {row.objective_delta is not None for row in rows if row.prunable}
@@ -132,6 +143,15 @@ def plan_basis(
         raise ValueError("no objective was recorded; let eval_fn return (metric, objective), or say by='metric'")
     if by is not None: return by
     return "objective" if recorded == {True} else "metric"
+
+def _check_same_samples(rows):
+    "Raises ValueError if some were measured on fewer samples than others"
+    counts = {row.n for row in rows if row.prunable}
+    if len(counts) < 2: return
+    few = min(n for n in counts if n is not None)
+    others = "all" if None in counts else max(counts)
+    raise ValueError(f"some rows rest on {few} samples and others on {others}: they were measured until their side was "
+                     "settled, and not to be weighed against each other; measure without `adaptive` for a plan")
 
 # %% ../../nbs/core/08_results.ipynb #39594db6
 def damage(
@@ -154,7 +174,7 @@ def damage(
     float
         infinity if it, or the metric, is not a finite number
     """
-    goes_by_objective = plan_basis([row], by) == "objective"
+    goes_by_objective = plan_basis([row], by, any_samples=True) == "objective"
     delta = row.objective_delta if goes_by_objective else row.delta
     is_finite = math.isfinite(delta) and math.isfinite(row.delta)
     return delta if is_finite else math.inf
@@ -292,7 +312,7 @@ def top(self:SensitivityResult,
     list
         of `LayerSensitivity`
     """
-    by = plan_basis(self.ranked, by)
+    by = plan_basis(self.ranked, by, any_samples=True)
     n = check_count(n, "n", least=0)
     rows = sorted(self.ranked, key=partial(damage, by=by), reverse=most_sensitive)
     return rows[:n]
@@ -548,12 +568,15 @@ def _end_lines(res:SensitivityResult, by:str, top:int)->list:
     head = ["", "", "delta"]
     if has_ci: head.append("95 %")
     if has_rise: head.append(f"{res.objective_name} rise")
+    was_settled = any(row.side for row in res.layers)
+    if was_settled: head += ["samples", "side"]
     def cells(row):
         "One line of the table"
         out = [label(row), row.layer_type, row.params]
         out.append(f"{row.delta:+.4f}")
         if has_ci: out.append(ci_text(row.ci))
         if has_rise: out.append(f"{row.objective_delta:+.4f}")
+        if was_settled: out += [row.n, row.side]
         return out
     def survives(row): return math.isfinite(damage(row, by))
     most_damaged_first = res.top(len(res), by=by)
@@ -685,10 +708,14 @@ def from_dict(cls:SensitivityResult,
 # %% ../../nbs/core/08_results.ipynb #2bc6e3f8
 @patch
 def to_dataframe(self:SensitivityResult):
-    "A `pandas.DataFrame` with one row per layer, in model order; columns for the objective only if it was recorded"
+    """A `pandas.DataFrame` with one row per layer, in model order
+
+    Columns for the objective, for samples and sides only if they were recorded.
+    """
     import pandas as pd
     unused = ["no_ci"]
     if all(row.objective is None for row in self.layers): unused += ["objective", "objective_delta"]
+    if all(row.side is None for row in self.layers): unused += ["n", "side"]
     columns = [f.name for f in fields(LayerSensitivity) if f.name not in unused]
     return pd.DataFrame([row.as_dict() for row in self.layers], columns=columns)
 

@@ -296,7 +296,7 @@ def top(self:SweepResult,
         known = ", ".join(f"{v:g}" for v in ladder)
         if level not in ladder: raise ValueError(f"level is one of {known}; got {level!r}")
         ladder = ladder[:ladder.index(level) + 1]
-    by = plan_basis([row for result in self for row in result.layers], by)
+    by = plan_basis([row for result in self for row in result.layers], by, any_samples=True)
     found = {}
     for name, rows in self.curves().items():
         rows = {at: row for at, row in rows.items() if at in ladder}

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'WeightWatch', 'untouched', 'refuse_writing',
            'evaluate', 'Unsteady', 'Workbench', 'workbench', 'never', 'stop_rule', 'rows_of', 'check_training',
-           'check_baseline', 'progress', 'ticker', 'mildest_first', 'Distrusted', 'AsItComes', 'measure']
+           'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps', 'Distrusted', 'AsItComes',
+           'Measurement', 'evaluate_steps', 'as_results', 'check_sweep_heard', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
 import math
@@ -737,12 +738,27 @@ def mildest_first(
     once = {p.level: p for p in perturbations}
     return sorted(once.values(), key=lambda p: p.strength)
 
-def _list_steps(
+def list_steps(
     levels:list,      # of `Perturbation`
     units:list,       # what is compressed, one at a time
     wanted:dict|None, # name of a unit -> levels to measure it at; None: all
 )->list:              # of pairs: perturbation, unit
-    "All evaluations that are wanted, one level after the other"
+    """All evaluations that are wanted, one level after the other
+
+    Parameters
+    ----------
+    levels : list
+        of `Perturbation`
+    units : list
+        what is compressed, one at a time
+    wanted : dict|None
+        name of a unit -> levels to measure it at; None: all
+
+    Returns
+    -------
+    list
+        of pairs: perturbation, unit
+    """
     steps = []
     for p in levels:
         for u in units:
@@ -791,8 +807,32 @@ class AsItComes:
 
 # %% ../../nbs/measure/07_loop.ipynb #7a2636e0
 @dataclass
-class _Measurement:
-    "A measurement under way: what it evaluates, and what it has found"
+class Measurement:
+    """A measurement under way: what it evaluates, and what it has found
+
+    Parameters
+    ----------
+    bench : Workbench
+        of the caller's model
+    eval_fn : Callable
+        model -> what `as_score` takes
+    stop : Callable
+        from `stop_rule`
+    metric_name : str
+        of the metric
+    higher_is_better : bool
+        the same
+    reuse : object, default AsItComes()
+        makes the evaluations
+    base : Score|None, default None
+        of the untouched model
+    stopped : dict, default dict()
+        name of a unit -> why it is left out from now on
+    tried : list, default list()
+        for `check_heard`
+    scores : dict|None, default None
+        level, name of a unit -> `Score`, for who wants them; None: nobody does
+    """
     bench:Workbench        # of the caller's model
     eval_fn:Callable       # model -> what `as_score` takes
     stop:Callable          # from `stop_rule`
@@ -802,17 +842,56 @@ class _Measurement:
     base:Score|None = None # of the untouched model
     stopped:dict = field(default_factory=dict) # name of a unit -> why it is left out from now on
     tried:list = field(default_factory=list)   # for `check_heard`
+    scores:dict|None = None # level, name of a unit -> `Score`, for who wants them; None: nobody does
 
-    def score(self, p, unit)->Score:
-        "The score with one unit compressed"
+    def score(self,
+        p,    # `Perturbation`
+        unit, # what is compressed
+    )->Score:
+        """The score with one unit compressed
+
+        Parameters
+        ----------
+        p
+            `Perturbation`
+        unit
+            what is compressed
+
+        Returns
+        -------
+        Score
+        """
         stays = _stays_in_unit(p)
         def run(eval_fn): return self.bench.score(eval_fn, p, unit)
         score = self.reuse.score(run, self.eval_fn, unit, None if stays else self.bench.watch.changed)
         self.tried.append((unit.name, partial(p, self.bench.model, unit), same_score(self.base, score)))
+        if self.scores is not None: self.scores[p.level, unit.name] = score
         return score
 
-    def step(self, p, unit, rows:list, left_out:list)->str: # what to say beside the progress bar
-        "Evaluate one unit at one level, and add to the rows and the reasons of that level"
+    def step(self,
+        p,             # `Perturbation`
+        unit,          # what is compressed
+        rows:list,     # of the level, added to here
+        left_out:list, # (name, reason), added to here
+    )->str:            # what to say beside the progress bar
+        """Evaluate one unit at one level, and add to the rows and the reasons of that level
+
+        Parameters
+        ----------
+        p
+            `Perturbation`
+        unit
+            what is compressed
+        rows : list
+            of the level, added to here
+        left_out : list
+            (name, reason), added to here
+
+        Returns
+        -------
+        str
+            what to say beside the progress bar
+        """
         why, score = self.stopped.get(unit.name) or p.refusal(unit), None
         if why: left_out.extend((layer.name, why) for layer in unit.layers)
         else: score = self.score(p, unit)
@@ -826,13 +905,13 @@ class _Measurement:
 
 # %% ../../nbs/measure/07_loop.ipynb #09808377
 def _evaluate_all(
-    run:_Measurement, # fresh
+    run:Measurement,  # fresh
     steps:list,       # of (perturbation, unit)
-    found:dict,       # level -> (rows, what was left out), filled here
     verbose:bool,     # show a progress bar
     check:Callable,   # of the baseline
-):
+)->dict:              # level -> (rows, what was left out)
     "The untouched model, and every step"
+    found = {p.level: ([], []) for p, _ in steps}
     run.reuse.start(run.bench.model, steps)
     run.base = check(run.reuse.baseline(run.bench.score, run.eval_fn))
     bar = progress(run.reuse.order(), verbose)
@@ -840,6 +919,43 @@ def _evaluate_all(
         text = run.step(p, u, *found[p.level])
         if verbose: bar.comment = text
     run.bench.look()
+    return found
+
+def evaluate_steps(
+    make:Callable,  # way of evaluating, such as `AsItComes()` -> a fresh `Measurement`
+    steps:list,     # of (perturbation, unit)
+    *, check:Callable, # of the baseline: raises if it is no good
+    reuse=None,     # a `Reuse`, which computes nothing twice; None: evaluate as it comes
+    verbose=False,  # show a progress bar
+)->tuple:           # the `Measurement`; level -> (rows, what was left out)
+    """The untouched model, and every step; all of it once more if something turned out not to be trusted
+
+    Parameters
+    ----------
+    make : Callable
+        way of evaluating, such as `AsItComes()` -> a fresh `Measurement`
+    steps : list
+        of (perturbation, unit)
+    check : Callable
+        of the baseline: raises if it is no good
+    reuse : default None
+        a `Reuse`, which computes nothing twice; None: evaluate as it comes
+    verbose : default False
+        show a progress bar
+
+    Returns
+    -------
+    tuple
+        the `Measurement`; level -> (rows, what was left out)
+    """
+    for way in (reuse or AsItComes(), AsItComes(), AsItComes()):
+        run = make(way)
+        try:
+            with PutBack(partial(getattr, way, "forget")): found = _evaluate_all(run, steps, verbose, check)
+        except (Distrusted, Unsteady) as e:   # each of them comes once at most
+            if isinstance(e, Unsteady): way.off(str(e))
+            forget_untouched(run.eval_fn)
+        else: return run, found
 
 # %% ../../nbs/measure/07_loop.ipynb #141d582d
 def _collect(
@@ -857,6 +973,87 @@ def _collect(
         own = dict(settings=p.settings, strength=p.strength)
         results[p.level] = SensitivityResult(compression_level=p.level, layers=rows, skipped=left_out, **own, **about)
     return SweepResult([results[p.level] for p in perturbations], sorted(names, key=place.get))
+
+# %% ../../nbs/measure/07_loop.ipynb #a8c19274
+def as_results(
+    model:nn.Module,    # that was measured
+    units:list,         # what was compressed
+    perturbations:list, # of `Perturbation`, as they were given
+    found:dict,         # level -> (rows, what was left out)
+    base:Score,         # of the untouched model
+    *, name:str,        # of the method
+    skipped,            # (name, reason) of what was left out before
+    metric_name:str,    # for the results
+    objective_name:str, # if there is one
+    higher_is_better:bool, # direction of the metric
+)->SweepResult:
+    """Everything that was found, as a sweep
+
+    Parameters
+    ----------
+    model : nn.Module
+        that was measured
+    units : list
+        what was compressed
+    perturbations : list
+        of `Perturbation`, as they were given
+    found : dict
+        level -> (rows, what was left out)
+    base : Score
+        of the untouched model
+    name : str
+        of the method
+    skipped
+        (name, reason) of what was left out before
+    metric_name : str
+        for the results
+    objective_name : str
+        if there is one
+    higher_is_better : bool
+        direction of the metric
+
+    Returns
+    -------
+    SweepResult
+    """
+    order = {layer.name: i for i, u in enumerate(units) for layer in u.layers}
+    for p in perturbations:
+        _, left_out = found.setdefault(p.level, ([], []))
+        left_out.sort(key=lambda pair: order[pair[0]])
+    for _, left_out in found.values(): left_out[:0] = skipped
+    place = {u.name: i for i, u in enumerate(all_units(model)[0])}
+    about = dict(compression_type=name, metric_name=metric_name, higher_is_better=higher_is_better)
+    if base.objective is not None: about["objective_name"] = objective_name
+    return _collect(
+        perturbations, found, place, baseline_metric=base.value, baseline_objective=base.objective, **about)
+
+def check_sweep_heard(
+    model:nn.Module, # that was measured
+    units:list,      # what was compressed
+    sample,          # example input
+    base:Score,      # of the untouched model
+    tried:list,      # as `check_heard` takes it
+    higher_is_better:bool, # direction of the metric
+):
+    """Raises ValueError, or warns, as `check_heard` does
+
+    Parameters
+    ----------
+    model : nn.Module
+        that was measured
+    units : list
+        what was compressed
+    sample
+        example input
+    base : Score
+        of the untouched model
+    tried : list
+        as `check_heard` takes it
+    higher_is_better : bool
+        direction of the metric
+    """
+    everything = len(all_units(model)[0]) == sum(len(u.layers) for u in units)
+    check_heard(model, sample, base, tried, higher_is_better=higher_is_better, everything=everything)
 
 # %% ../../nbs/measure/07_loop.ipynb #a75c1212
 def measure(
@@ -915,31 +1112,11 @@ def measure(
     SweepResult
     """
     check_training(eval_fn, perturbations)
-    steps = _list_steps(mildest_first(perturbations), units, wanted)
+    steps = list_steps(mildest_first(perturbations), units, wanted)
     check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
     with workbench(model) as bench:
-        def attempt(reuse):
-            found = {p.level: ([], []) for p in perturbations}
-            run = _Measurement(bench, eval_fn, stop, metric_name, higher_is_better, reuse)
-            with PutBack(lambda: reuse.forget): _evaluate_all(run, steps, found, verbose, check)
-            return run, found
-        for way in (reuse or AsItComes(), AsItComes(), AsItComes()):
-            try:
-                run, found = attempt(way)
-                break
-            except (Distrusted, Unsteady) as e:   # each of them comes once at most
-                if isinstance(e, Unsteady): way.off(str(e))
-                forget_untouched(eval_fn)
-    base = run.base
-    order = {layer.name: i for i, u in enumerate(units) for layer in u.layers}
-    for _, left_out in found.values():
-        left_out.sort(key=lambda pair: order[pair[0]])
-        left_out[:0] = skipped
-    place = {u.name: i for i, u in enumerate(all_units(model)[0])}
-    everything = len(place) == sum(len(u.layers) for u in units)
-    if sample is not None:
-        check_heard(model, sample, base, run.tried, higher_is_better=higher_is_better, everything=everything)
-    about = dict(compression_type=name, metric_name=metric_name, higher_is_better=higher_is_better)
-    if base.objective is not None: about["objective_name"] = objective_name
-    return _collect(
-        perturbations, found, place, baseline_metric=base.value, baseline_objective=base.objective, **about)
+        make = partial(Measurement, bench, eval_fn, stop, metric_name, higher_is_better)
+        run, found = evaluate_steps(make, steps, check=check, reuse=reuse, verbose=verbose)
+    if sample is not None: check_sweep_heard(model, units, sample, run.base, run.tried, higher_is_better)
+    about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
+    return as_results(model, units, perturbations, found, run.base, skipped=skipped, **about)

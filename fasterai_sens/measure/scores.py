@@ -30,11 +30,14 @@ class Score:
         a second quantity, lower is better; None if there is none
     sizes : np.ndarray|None, default None
         tokens in each sequence, if the samples are sequences of several
+    objectives : np.ndarray|None, default None
+        what `objective` is the mean of, if that is known
     """
     value:float                    # the metric
     samples:np.ndarray|None=None   # float64, shape `[n]`
     objective:float|None=None      # a second quantity, lower is better; None if there is none
     sizes:np.ndarray|None=None     # tokens in each sequence, if the samples are sequences of several
+    objectives:np.ndarray|None=None # what `objective` is the mean of, if that is known
 
 _expected = (
     "eval_fn returns a number, a 0-d tensor, or a 1-D tensor with a score for each sample; "
@@ -111,7 +114,7 @@ def as_score(
     if not isinstance(out, tuple): return _score(out)
     if len(out) != 2: raise TypeError(f"{_expected}; got a tuple of {len(out)}")
     metric, objective = map(_score, out)
-    return replace(metric, objective=objective.value)
+    return replace(metric, objective=objective.value, objectives=objective.samples)
 
 # %% ../../nbs/measure/01_scores.ipynb #45db7c5b
 def check_functions(

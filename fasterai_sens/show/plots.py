@@ -497,7 +497,7 @@ def plot(self:SweepResult,
     array of two matplotlib Axes: heat map, curves
     """
     measured = [row for result in self for row in result.layers if row.prunable]
-    by, first = plan_basis(measured, by), self[0]
+    by, first = plan_basis(measured, by, any_samples=True), self[0]
     names = list(_shown(self).values())
     if not names: raise ValueError("no layer of this sweep could be compressed, so there is nothing to plot")
     axes = _map_and_curves(figsize or (12, _map_height(len(names))))
