@@ -1,8 +1,10 @@
 """No trace: state in attributes of modules, interrupts at any moment, evaluations that train, tensors that wrap others, what a Learner holds."""
 import copy
 import random as python_random
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +35,7 @@ from fasterai_sens import (
 )
 from fasterai_sens.core.fingerprint import most_entries
 from fasterai_sens.core.layers import all_units
+from fasterai_sens.core.signals import hold_signals, release_signals, uncut
 from fasterai_sens.measure.loop import checksum, evaluate
 
 torch.set_num_threads(1)
@@ -272,6 +275,26 @@ def test_two_interrupts_at_any_moment():
     script = Path(__file__).parent.parent / "benchmarks" / "interrupts.py"
     done = subprocess.run([sys.executable, str(script), "--tries", "102", "--seed", "1"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and ", 0 corrupt" in done.stdout, done.stdout + done.stderr
+
+
+def test_several_signals_are_each_handled_once_at_the_end():
+    """None is lost that came while something was half done, and none comes in the middle"""
+    seen, numbers = [], [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2", "SIGVTALRM") if hasattr(signal, name)]
+    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in numbers}
+
+    @uncut
+    def half_done():
+        held = hold_signals()
+        for number in numbers: signal.raise_signal(number)
+        time.sleep(.01)
+        came = list(seen)
+        release_signals(held)
+        return came
+
+    try: came = half_done()
+    finally:
+        for number, handler in before.items(): signal.signal(number, handler)
+    assert came == [] and sorted(seen) == sorted(numbers)
 
 
 # ---- evaluations that train
