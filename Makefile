@@ -43,7 +43,7 @@ newest:
 	$(MAKE) test VENV=.venv-newest PYTHON=$(or $(NEWEST_PYTHON),python3.13) PIP_OPTIONS="--upgrade --upgrade-strategy eager"
 
 sync: $(READY)
-	$(RUN)/pytest -q tests/test_structure.py
+	$(ONE_THREAD)/pytest -q -n $(CORES) tests/test_structure.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from fasterai_sens.methods.criteria import seeded
 from fasterai_sens.plans.baselines import baselines, below_threshold, lamp_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:levels are percent")
-many = settings(max_examples=100, deadline=None, derandomize=True)
+many = settings(max_examples=60, deadline=None, derandomize=True)
 every_plan = pytest.mark.parametrize("plan", baselines.values(), ids=baselines)
 ranked_plans = pytest.mark.parametrize("plan", [global_magnitude, lamp])
 

@@ -38,7 +38,7 @@ from fasterai_sens.methods.quantize import packed_bytes, plan_bytes
 from fasterai_sens.plans.knapsack import choose
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-many = settings(max_examples=150, deadline=None, derandomize=True)
+many = settings(max_examples=80, deadline=None, derandomize=True)
 few = settings(many, max_examples=50)
 USUAL = dict(per_channel=True, group_size=None, symmetric=True)
 

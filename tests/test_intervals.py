@@ -2,7 +2,7 @@
 import json
 import math
 import random
-import subprocess
+import runpy
 import sys
 import warnings
 from pathlib import Path
@@ -383,8 +383,10 @@ def test_grey_where_the_interval_holds_zero():
     plt.close("all")
 
 
-def test_the_benchmark_runs():
+def test_the_benchmark_runs(monkeypatch, capsys):
     """Few draws, all tables."""
-    root = Path(__file__).parent.parent
-    out = subprocess.run([sys.executable, root/"benchmarks/intervals.py", "--repetitions", "20"], check=True, capture_output=True, text=True, cwd=root).stdout
+    script = str(Path(__file__).parent.parent/"benchmarks/intervals.py")
+    monkeypatch.setattr(sys, "argv", [script, "--repetitions", "20"])
+    runpy.run_path(script, run_name="__main__")
+    out = capsys.readouterr().out
     assert all(word in out for word in ("accuracy", "lognormal, sigma 1.5", "sequences as samples", "withheld", "milliseconds"))

@@ -1,12 +1,13 @@
 """The search within any budget: what it promises, on small networks and on ResNet-18."""
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torchvision.models import MobileNetV2
-from toys import SHORT
+from toys import NarrowResNet
 
 from fasterai_sens import Applier, SearchResult, SensitivityAnalyzer, changes, evaluation, fingerprint, search_plan, search_targets
 
@@ -142,7 +143,7 @@ def test_the_model_comes_back_when_eval_fn_raises(small):
     assert changes(before, fingerprint(model)) == []
 
 
-@pytest.mark.parametrize("arch", [SHORT["resnet18"], lambda num_classes: MobileNetV2(num_classes, .5, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2]])], ids=["resnet18", "mobilenet"])
+@pytest.mark.parametrize("arch", [partial(NarrowResNet, layers=[1, 1, 1, 1]), lambda num_classes: MobileNetV2(num_classes, .5, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2]])], ids=["resnet", "mobilenet"])
 def test_channels_of_real_networks(arch):
     """Coupled and depthwise layers: one level a group, at equal multiply-accumulates, no worse than any start."""
     torch.manual_seed(0)

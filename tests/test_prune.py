@@ -29,8 +29,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models.convnext import CNBlockConfig
-from toys import peer
+from toys import SHORT, peer
 
 import fasterai_sens.methods.pruner as pruner_module
 from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
@@ -67,17 +66,11 @@ def distinct(model, seed=0):
     return model.eval()
 
 
-# families whose smallest member is large: the same blocks, fewer and narrower
-SHORT = dict(
-    densenet=partial(tv.DenseNet, 16, (3, 3, 3, 3), 32), vit=partial(tv.VisionTransformer, 32, 16, 3, 4, 64, 128),
-    convnext=partial(tv.ConvNeXt, [CNBlockConfig(24, 48, 2), CNBlockConfig(48, 96, 2), CNBlockConfig(96, None, 2)]),
-    resnext=partial(tv.ResNet, tv.resnet.Bottleneck, [1, 1, 1, 1], groups=32, width_per_group=4))
-
-
 @cache
 def _made(name):
     torch.manual_seed(0)
-    model = distinct((SHORT.get(name) or getattr(tv, name))(num_classes=10))
+    build = getattr(tv, name) if name in ("resnet18", "mobilenet_v2") else SHORT[name]
+    model = distinct(build(num_classes=10))
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     for m in norms:  # statistics of real activations, or nothing of the image is left after thirty layers
         m.train().momentum = 1.
@@ -162,7 +155,7 @@ def others(n, gone):
 
 # ---------------------------------------------------------------- what is measured is what is done
 
-coupled = dict(resnet18=12, densenet=28, efficientnet_b0=40, vit=3, convnext=9)  # groups that can be pruned
+coupled = dict(resnet18=12, densenet=28, efficientnet=13, vit=3, convnext=9)  # groups that can be pruned
 
 
 def pruned_losses(model, names, pct, reuse):

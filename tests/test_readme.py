@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 from torch.utils.data import TensorDataset
-from torchvision.models.resnet import BasicBlock, ResNet
+from toys import NarrowResNet
 
 import fasterai_sens.show.demo as demo
 from fasterai_sens import changes, count_flops_params, fingerprint
@@ -17,10 +17,10 @@ pages = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(root)) for p 
 
 @pytest.fixture
 def short_demo(monkeypatch):
-    """The learner of the demo with one block instead of two in each stage of its ResNet, and a third of the digits, of 16 pixels"""
+    """The learner of the demo with one block instead of two in each stage of its ResNet and a quarter of the channels, and a third of the digits, of 16 pixels"""
     learner, digits = demo.digits_learner, demo.digits
     monkeypatch.setattr(demo, "digits", lambda: [TensorDataset(*part[:len(part)//3]) for part in digits(16)])
-    monkeypatch.setattr(demo, "digits_learner", lambda: learner(epochs=3, arch=partial(ResNet, BasicBlock, [1, 1, 1, 1])))
+    monkeypatch.setattr(demo, "digits_learner", lambda: learner(epochs=3, arch=partial(NarrowResNet, layers=[1, 1, 1, 1])))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from fasterai_sens.methods.criteria import granularities
 from fasterai_sens.methods.sparsify import keep_mask, n_dropped, sparsity_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:levels are percent")
-many = settings(max_examples=100, deadline=5000, derandomize=True)  # milliseconds: a target that was out of reach once hung for ever
+many = settings(max_examples=60, deadline=5000, derandomize=True)  # milliseconds: a target that was out of reach once hung for ever
 few = settings(many, max_examples=30)
 
 BASE = 0.9

@@ -4,11 +4,13 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 import fasterai_sens.all as everything
@@ -60,12 +62,14 @@ def test_a_checker_finds_mistakes(checked):
     for line, word in wanted.items(): assert any(word in text for text in checked["mistakes.py"][line]), checked["mistakes.py"][line]
 
 
-def test_the_users_script_runs(tmp_path):
+def test_the_users_script_runs(tmp_path, monkeypatch, capsys):
     """It is no script for a checker only."""
-    script = root / "tests" / "user_script.py"
-    env = {**os.environ, "PYTHONPATH": str(root), "MPLBACKEND": "agg"}
-    out = subprocess.run([sys.executable, str(script), str(tmp_path)], cwd=tmp_path, check=True, capture_output=True, text=True, env=env)
-    assert "accuracy" in out.stdout and (tmp_path / "plan.json").exists()
+    script = str(root / "tests" / "user_script.py")
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
+    plt.switch_backend("agg")
+    runpy.run_path(script, run_name="__main__")
+    plt.close("all")
+    assert "accuracy" in capsys.readouterr().out and (tmp_path / "plan.json").exists()
 
 
 def members(node):

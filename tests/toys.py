@@ -55,7 +55,7 @@ SHORT = dict(
     convnext=partial(models.ConvNeXt, [CNBlockConfig(24, 48, 2), CNBlockConfig(48, 96, 2), CNBlockConfig(96, None, 2)]),
     resnext=partial(ResNet, Bottleneck, [1, 1, 1, 1], groups=32, width_per_group=4),
     regnet_y=partial(models.RegNet, BlockParams.from_init_params(depth=6, w_0=16, w_a=24.0, w_m=2.0, group_width=8, se_ratio=0.25)),
-    efficientnet=partial(models.EfficientNet, [MBConvConfig(*b) for b in ((1, 3, 1, 16, 8, 1), (6, 3, 2, 8, 12, 2), (6, 5, 2, 12, 20, 2))], 0.2, last_channel=64))
+    efficientnet=partial(models.EfficientNet, [MBConvConfig(*b) for b in ((1, 3, 1, 16, 16, 1), (6, 3, 2, 16, 16, 2), (6, 5, 2, 16, 24, 2))], 0.2, last_channel=64))
 
 
 def three_layers():
