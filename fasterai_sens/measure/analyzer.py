@@ -21,6 +21,7 @@ from ..core.results import SensitivityResult
 from ..core.sweeps import SweepResult
 from ..core.inputs import FirstBatches, check_sample, to_device
 from ..core.layers import all_units, by_name, find_units
+from ..core.workers import count_workers
 from ..methods.criteria import as_criterion, large_final
 from .objectives import forget_untouched
 from .data import as_eval_fn
@@ -133,7 +134,7 @@ def find_method(
 # %% ../../nbs/measure/14_analyzer.ipynb #776df2b1
 shared_options = (   # what a misspelled option could mean, too
     "level", "levels", "layers", "layer_types", "recalibrate", "verbose", "early_stop_mode", "early_stop_value",
-    "adaptive",
+    "adaptive", "n_jobs",
 )
 
 def given_options(
@@ -304,15 +305,17 @@ def _run(self:SensitivityAnalyzer,
     adaptive,      # a `Settle`; None: all samples
     verbose:bool,  # show a progress bar
     stop:Callable, # from `stop_rule`
+    n_jobs:int|None=None, # processes; None: as joblib's `parallel_config` says, else 1
 )->SweepResult:
     "Find the units, prepare the method once, measure"
     check_adaptive(adaptive, recalibrate, stop)
+    count_workers(n_jobs)   # raises
     units, perturbations, about = self._prepare(compression, levels, options, layers, layer_types, verbose)
     check_training(self.eval_fn, perturbations)
     forget_untouched(self.eval_fn)
     eval_fn = self.eval_fn if recalibrate is None else self._recalibrated(recalibrate)
     of_what = self.model, units, perturbations, eval_fn
-    about |= dict(sample=self.sample, verbose=verbose, reuse=self.reuse_report)
+    about |= dict(sample=self.sample, verbose=verbose, reuse=self.reuse_report, n_jobs=n_jobs)
     if adaptive is None: sweep = measure(*of_what, stop=stop, **about)
     else: sweep = adaptive.measure(*of_what, **about)
     if recalibrate is not None:
@@ -350,6 +353,7 @@ def analyze(self:SensitivityAnalyzer,
     quant_ranges=None,
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights; None: True
     verbose=True,             # show a progress bar
+    n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options,                # of a method of your own
 )->SensitivityResult:
     """Compress one layer at a time and measure
@@ -387,6 +391,8 @@ def analyze(self:SensitivityAnalyzer,
         quantization: a range around zero, or one that just holds the weights; None: True
     verbose : default True
         show a progress bar
+    n_jobs : int|None, default None
+        processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options
         of a method of your own
 
@@ -399,7 +405,7 @@ def analyze(self:SensitivityAnalyzer,
         quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric
     )
     where = dict(layers=layers, layer_types=layer_types)
-    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose)
+    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs)
     sweep = self._run(compression, [level], options, **where, **how, stop=never)
     return sweep[0]
 
@@ -425,6 +431,7 @@ def sweep(self:SensitivityAnalyzer,
     quant_ranges=None,        # ranges of activations
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights
     verbose=True,             # show a progress bar
+    n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options,                # of a method of your own
 )->SweepResult:
     """`analyze` at several levels, with one evaluation of the baseline
@@ -465,6 +472,8 @@ def sweep(self:SensitivityAnalyzer,
         quantization: a range around zero, or one that just holds the weights
     verbose : default True
         show a progress bar
+    n_jobs : int|None, default None
+        processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options
         of a method of your own
 
@@ -479,7 +488,7 @@ def sweep(self:SensitivityAnalyzer,
     )
     stop = stop_rule(early_stop_mode, early_stop_value)
     where = dict(layers=layers, layer_types=layer_types)
-    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose)
+    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs)
     return self._run(compression, levels, options, **where, **how, stop=stop)
 
 # %% ../../nbs/measure/14_analyzer.ipynb #f17a552e
@@ -499,6 +508,7 @@ def estimate(self:SensitivityAnalyzer,
     quant_group_size=None,    # quantization: a scale for each so many weights of an output channel
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights
     verbose=True,             # show a progress bar while units are found and measured
+    n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options,                # of a method of your own
 )->SweepResult:
     """Predict what every layer does at every level, from gradients of the untouched model
@@ -535,6 +545,8 @@ def estimate(self:SensitivityAnalyzer,
         quantization: a range around zero, or one that just holds the weights
     verbose : default True
         show a progress bar while units are found and measured
+    n_jobs : int|None, default None
+        processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options
         of a method of your own
 
@@ -543,6 +555,7 @@ def estimate(self:SensitivityAnalyzer,
     SweepResult
     """
     check = check_count(check, "check", least=0)
+    count_workers(n_jobs)   # raises
     levels, layers = _level_lists(levels, layers)
     options |= dict(
         granularity=granularity, quant_per_channel=quant_per_channel, quant_group_size=quant_group_size,
@@ -556,7 +569,7 @@ def estimate(self:SensitivityAnalyzer,
     if check:
         damages = mean_rises(sweep, "metric")
         chosen = [u for u in units if u.name in choose_spread(damages, check)]
-        measured = measure(self.model, chosen, perturbations, self.eval_fn, verbose=verbose, **about)
+        measured = measure(self.model, chosen, perturbations, self.eval_fn, verbose=verbose, n_jobs=n_jobs, **about)
         basis = "metric" if measured[0].baseline_objective is None else "objective"
         sweep.agreement = agreement(damages, mean_rises(measured, basis))
         warn_of(sweep.agreement, by)

@@ -5,14 +5,18 @@
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'WeightWatch', 'untouched', 'refuse_writing',
            'evaluate', 'Unsteady', 'Workbench', 'workbench', 'never', 'stop_rule', 'rows_of', 'check_training',
-           'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps', 'Distrusted', 'AsItComes',
-           'Measurement', 'evaluate_steps', 'as_results', 'check_sweep_heard', 'measure']
+           'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps', 'Distrusted', 'AsItComes', 'persist',
+           'Measurement', 'warn_if_other', 'score_text', 'Compared', 'evaluate_steps', 'as_results',
+           'check_sweep_heard', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
 import math
+import os
+import platform
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import NamedTuple
@@ -29,6 +33,7 @@ from ..core.protocol import Perturbation
 from ..core.results import LayerSensitivity, SensitivityResult
 from ..core.sweeps import SweepResult
 from ..core.layers import all_units
+from ..core.workers import count_workers, spread
 from .scores import Score, as_score, compare, why_no_ci
 from .objectives import forget_untouched
 from .finetuned import FineTuned
@@ -771,6 +776,7 @@ class Distrusted(Exception):
 
 class AsItComes:
     "Evaluations one by one, each of them whole"
+    first = None   # the evaluation that shows whether results can be trusted
     def start(self,
         model:nn.Module, # as it is, untouched
         steps:list,      # of (perturbation, unit), all evaluations that will come
@@ -804,6 +810,59 @@ class AsItComes:
            reason
        """
     def forget(self): "Nothing is kept"
+    def for_worker(self,
+        n_workers:int, # that are at work
+    ):                 # of the same class, for one of them
+        """What a worker measures with
+
+        Parameters
+        ----------
+        n_workers : int
+            that are at work
+
+        Returns
+        -------
+        of the same class, for one of them
+        """
+        return AsItComes()
+    def counts(self)->dict:
+        "What there is to say of a worker"
+        return {}
+    def add_up(self,
+        counts:list, # from each worker
+    ): """There is nothing to count
+
+       Parameters
+       ----------
+       counts : list
+           from each worker
+       """
+
+def persist(
+    attempt:Callable, # (way to evaluate) -> anything
+    reuse,            # the first way: `AsItComes`, or a `Reuse`
+    eval_fn:Callable, # with which it is done
+):                    # what the attempt returned
+    """Measure, and again as it comes if what was found cannot be trusted
+
+    Parameters
+    ----------
+    attempt : Callable
+        (way to evaluate) -> anything
+    reuse
+        the first way: `AsItComes`, or a `Reuse`
+    eval_fn : Callable
+        with which it is done
+
+    Returns
+    -------
+    what the attempt returned
+    """
+    for way in (reuse, AsItComes(), AsItComes()):
+        try: return attempt(way)
+        except (Distrusted, Unsteady) as e:   # each of them comes once at most
+            if isinstance(e, Unsteady): way.off(str(e))
+            forget_untouched(eval_fn)
 
 # %% ../../nbs/measure/07_loop.ipynb #7a2636e0
 @dataclass
@@ -921,12 +980,161 @@ def _evaluate_all(
     run.bench.look()
     return found
 
+# %% ../../nbs/measure/07_loop.ipynb #943b846d
+def warn_if_other(
+    own:Score,  # of the untouched model, in a worker
+    base:Score, # the same, where the model came from
+):
+    """Warn if a worker does not compute to the bit what the process computes that sent it the model
+
+    Parameters
+    ----------
+    own : Score
+        of the untouched model, in a worker
+    base : Score
+        the same, where the model came from
+    """
+    if same_score(own, base): return
+    here, there = (score_text(score) for score in (base, own))
+    warnings.warn(
+        f"a worker on {platform.node()} scores the untouched model {there}, and here it is {here}: eval_fn draws at "
+        "random or keeps a state, or that machine computes otherwise; results are not to the bit those of one process, "
+        "which n_jobs=1 asks for", stacklevel=2)
+
+def score_text(
+    score:Score, # of any model
+)->str:
+    """A score with all digits
+
+    Parameters
+    ----------
+    score : Score
+        of any model
+
+    Returns
+    -------
+    str
+    """
+    mean = "" if score.samples is None else " in the mean"
+    objective = "" if score.objective is None else f" (objective {score.objective!r})"
+    return f"{score.value!r}{mean}{objective}"
+
+# %% ../../nbs/measure/07_loop.ipynb #c776b2a6
+@dataclass
+class Compared:
+    """What a worker does with a copy of a model, once it has looked whether the untouched one scores as it does here
+
+    Parameters
+    ----------
+    measure : Callable
+        item -> result
+    untouched : Callable
+        () -> `Score` of the untouched model
+    base : Score
+        that score here
+    is_known : bool, default False
+        whether it has been looked at
+    """
+    measure:Callable     # item -> result
+    untouched:Callable   # () -> `Score` of the untouched model
+    base:Score           # that score here
+    is_known:bool=False  # whether it has been looked at
+    def __call__(self, item):
+        if not self.is_known: warn_if_other(self.untouched(), self.base)
+        self.is_known = True
+        return self.measure(item)
+
+# %% ../../nbs/measure/07_loop.ipynb #c9f9e4bc
+class _Found(NamedTuple):
+    "What came of one step in a worker"
+    rows:list        # of `LayerSensitivity`
+    left_out:list    # (name of a layer, reason)
+    same:list        # whether the score is that of the untouched model; empty if there is none
+    score:Score|None # if somebody wants it
+    text:str         # to stand beside the progress bar
+
+@dataclass
+class _Share:
+    "What is sent to a worker, and what it does there: all steps of one unit"
+    model:nn.Module    # a copy, once it is there
+    tasks:list         # for each unit its steps, mildest first
+    run:Measurement    # with the score of the untouched model; its bench is made there
+    way:object=None    # in which evaluations are made there at present
+
+    def __call__(self, place:int)->tuple: # list of `_Found`, who did it, `counts` of its `reuse`
+        "Measure the unit at this place"
+        attempt, reuse = partial(self.attempt, self.tasks[place]), self.way or self.run.reuse
+        found = persist(attempt, reuse, self.run.eval_fn)
+        return found, (platform.node(), os.getpid()), self.reuse.counts()
+
+    def attempt(self, steps:list, way)->list: # of `_Found`
+        "Measure one unit; at its end all weights are looked at"
+        if way is not self.way: self.start(way)
+        self.run.stopped.clear()   # it may have been measured here before
+        found = [self.step(p, u) for p, u in steps]
+        self.run.bench.look()
+        self.run.bench.check()
+        return found
+
+    def start(self, way):
+        "Evaluate the untouched model, and see whether what is reused can be trusted"
+        if self.way is None: self.reuse, self.run.bench = self.run.reuse, Workbench(self.model.eval())
+        self.way = self.run.reuse = way
+        way.start(self.model, [step for task in self.tasks for step in task])
+        warn_if_other(way.baseline(self.run.bench.score, self.run.eval_fn), self.run.base)
+        way.order()
+        if way.first: self.step(*way.first)
+
+    def step(self, p, unit)->_Found:
+        "One evaluation"
+        rows, left_out = [], []
+        self.run.tried.clear()
+        text = self.run.step(p, unit, rows, left_out)
+        same = [is_same for _, _, is_same in self.run.tried]
+        return _Found(rows, left_out, same, (self.run.scores or {}).get((p.level, unit.name)), text)
+
+# %% ../../nbs/measure/07_loop.ipynb #e3fb1621
+def _evaluate_elsewhere(
+    run:Measurement,  # with the score of the untouched model; filled
+    steps:list,       # of (perturbation, unit)
+    reuse,            # `AsItComes`, or a `Reuse`; says in the end how it went
+    n_jobs:int|None,  # as for `spread`
+    verbose:bool,     # show a progress bar
+)->dict:              # level -> (rows, what was left out)
+    "Every step, in workers"
+    of_unit, answers, counts = {}, {}, {}
+    for p, u in steps: of_unit.setdefault(u.name, []).append((p, u))
+    tasks, tick = list(of_unit.values()), ticker(len(steps), verbose)
+    own = replace(run, bench=None, reuse=reuse.for_worker(count_workers(n_jobs)))
+    share = _Share(run.bench.model, tasks, own)
+    for place, (of_task, worker, count) in spread(share, range(len(tasks)), n_jobs):
+        counts[worker] = count
+        for (p, u), one in zip(tasks[place], of_task, strict=True):
+            answers[p.level, u.name] = one
+            tick(one.text)
+    reuse.add_up(list(counts.values()))
+    return _enter(run, steps, answers)
+
+def _enter(run:Measurement, steps:list, answers:dict)->dict:
+    "Take over what workers found, in the order of the steps"
+    found = {p.level: ([], []) for p, _ in steps}
+    for p, u in steps:
+        one = answers[p.level, u.name]
+        rows, left_out = found[p.level]
+        rows.extend(one.rows)
+        left_out.extend(one.left_out)
+        run.tried += [(u.name, partial(p, run.bench.model, u), is_same) for is_same in one.same]
+        if one.score is not None: run.scores[p.level, u.name] = one.score
+    return found
+
+# %% ../../nbs/measure/07_loop.ipynb #e0e3d837
 def evaluate_steps(
     make:Callable,  # way of evaluating, such as `AsItComes()` -> a fresh `Measurement`
     steps:list,     # of (perturbation, unit)
     *, check:Callable, # of the baseline: raises if it is no good
     reuse=None,     # a `Reuse`, which computes nothing twice; None: evaluate as it comes
     verbose=False,  # show a progress bar
+    n_jobs:int|None=None, # processes, as for `spread`; with one, or one unit, all is done here
 )->tuple:           # the `Measurement`; level -> (rows, what was left out)
     """The untouched model, and every step; all of it once more if something turned out not to be trusted
 
@@ -942,20 +1150,23 @@ def evaluate_steps(
         a `Reuse`, which computes nothing twice; None: evaluate as it comes
     verbose : default False
         show a progress bar
+    n_jobs : int|None, default None
+        processes, as for `spread`; with one, or one unit, all is done here
 
     Returns
     -------
     tuple
         the `Measurement`; level -> (rows, what was left out)
     """
-    for way in (reuse or AsItComes(), AsItComes(), AsItComes()):
+    way = reuse or AsItComes()
+    elsewhere = count_workers(n_jobs) > 1 and len({u.name for _, u in steps}) > 1
+    here = [] if elsewhere else steps
+    def attempt(way):
         run = make(way)
-        try:
-            with PutBack(partial(getattr, way, "forget")): found = _evaluate_all(run, steps, verbose, check)
-        except (Distrusted, Unsteady) as e:   # each of them comes once at most
-            if isinstance(e, Unsteady): way.off(str(e))
-            forget_untouched(run.eval_fn)
-        else: return run, found
+        with PutBack(partial(getattr, way, "forget")): return run, _evaluate_all(run, here, verbose and here, check)
+    run, found = persist(attempt, AsItComes() if elsewhere else way, make(way).eval_fn)
+    if elsewhere: found = _evaluate_elsewhere(run, steps, way, n_jobs, verbose)
+    return run, found
 
 # %% ../../nbs/measure/07_loop.ipynb #141d582d
 def _collect(
@@ -1071,6 +1282,7 @@ def measure(
     sample=None,        # example input, to tell evaluations that see nothing from robust layers; None: do not look
     verbose=False,      # show a progress bar
     reuse=None,         # a `Reuse`, which computes nothing twice; None: evaluate as it comes
+    n_jobs:int|None=None, # processes, see `spread`; None: as joblib's `parallel_config` says, else 1
 )->SweepResult:
     """Evaluate every unit at every level, mildest first, and the untouched model once
 
@@ -1106,6 +1318,8 @@ def measure(
         show a progress bar
     reuse : default None
         a `Reuse`, which computes nothing twice; None: evaluate as it comes
+    n_jobs : int|None, default None
+        processes, see `spread`; None: as joblib's `parallel_config` says, else 1
 
     Returns
     -------
@@ -1116,7 +1330,7 @@ def measure(
     check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
     with workbench(model) as bench:
         make = partial(Measurement, bench, eval_fn, stop, metric_name, higher_is_better)
-        run, found = evaluate_steps(make, steps, check=check, reuse=reuse, verbose=verbose)
+        run, found = evaluate_steps(make, steps, check=check, reuse=reuse, verbose=verbose, n_jobs=n_jobs)
     if sample is not None: check_sweep_heard(model, units, sample, run.base, run.tried, higher_is_better)
     about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
     return as_results(model, units, perturbations, found, run.base, skipped=skipped, **about)

@@ -345,6 +345,7 @@ class Reuse:
         if memory is not None and not memory >= 0:
             raise ValueError(f"reuse_memory is a number of bytes; got {memory!r}")
         self.mode, self.memory = mode, memory
+        self.n_sharing = 1   # processes of this machine that keep results, too
         self.on, self.why = False, "nothing was measured yet"
         self.forget()
     def forget(self):
@@ -401,7 +402,7 @@ def start(self:Reuse,
     self.tensors = Tensors(model)
     device = next(model.parameters()).device
     memory = free_bytes(device)//4 if self.memory is None else self.memory
-    self.store = Store(memory)
+    self.store = Store(memory//self.n_sharing)
     for _, unit in steps: self.known.setdefault(unit.name, self.tensors.of_unit(unit))
 
 # %% ../../nbs/measure/11_reuse.ipynb #eae22fe2
@@ -620,3 +621,56 @@ def _accept(self:Reuse, run:Callable, eval_fn:Callable, unit, score, listener:Li
     self.most_bytes = max(self.most_bytes, self.store.most)
     if self.verified_on is None: self._verify(run, eval_fn, unit, score, listener)
     return score
+
+# %% ../../nbs/measure/11_reuse.ipynb #83653744
+_told = "on", "why", "limits", "verified_on", "seconds"
+_counted = "n_evaluations", "n_reused", "n_strays", "most_bytes", "skipped_seconds"
+
+@patch
+def for_worker(self:Reuse,
+    n_workers:int, # that are at work, here or elsewhere
+):                 # a fresh `Reuse`
+    """What a worker computes once, with its share of the memory of a machine
+
+    Parameters
+    ----------
+    n_workers : int
+        that are at work, here or elsewhere
+
+    Returns
+    -------
+    a fresh `Reuse`
+    """
+    reuse = Reuse(self.mode, self.memory)
+    reuse.n_sharing = min(n_workers, os.cpu_count() or 1)
+    return reuse
+
+@patch
+def counts(self:Reuse)->dict: # name -> value
+    """How it went so far, in plain numbers and texts
+
+    Returns
+    -------
+    dict
+        name -> value
+    """
+    return {name: getattr(self, name) for name in (*_told, *_counted)}
+
+@patch
+def add_up(self:Reuse,
+    counts:list, # of each worker, from `counts`
+):
+    """Report how it went in all workers
+
+    Parameters
+    ----------
+    counts : list
+        of each worker, from `counts`
+    """
+    for name in _counted: setattr(self, name, sum(of[name] for of in counts))
+    self.on = any(of["on"] for of in counts)
+    self.limits = sorted({limit for of in counts for limit in of["limits"]})
+    for name, between in (("why", "; "), ("verified_on", ", ")):
+        texts = dict.fromkeys(of[name] for of in counts if of[name])
+        setattr(self, name, between.join(texts) or None)
+    self.seconds = sum(of["seconds"] for of in counts)/len(counts)

@@ -1033,6 +1033,7 @@ def measure_settled(
     sample=None,        # example input, to tell evaluations that see nothing from robust layers; None: do not look
     verbose=False,      # show a progress bar
     reuse=None,         # a `Reuse`, which computes nothing twice; None: evaluate as it comes
+    n_jobs:int|None=None, # processes, see `spread`; None: as joblib's `parallel_config` says, else 1
 )->SweepResult:
     """Measure every unit at every level on as many samples as it takes to settle what is asked
 
@@ -1069,6 +1070,8 @@ def measure_settled(
         show a progress bar
     reuse : default None
         a `Reuse`, which computes nothing twice; None: evaluate as it comes
+    n_jobs : int|None, default None
+        processes, see `spread`; None: as joblib's `parallel_config` says, else 1
 
     Returns
     -------
@@ -1085,7 +1088,7 @@ def measure_settled(
         for block in bar:
             make = partial(Measurement, bench, block.eval_fn, never, metric_name, higher_is_better, scores={})
             todo = [(c.p, c.unit) for c in settling.open]
-            run, _ = evaluate_steps(make, todo, check=check, reuse=reuse)
+            run, _ = evaluate_steps(make, todo, check=check, reuse=reuse, n_jobs=n_jobs)
             tally.add()
             tried += run.tried
             settling.add(run.base, run.scores)

@@ -1057,6 +1057,26 @@ def renewed(
         found.append(replace(g, graph=graph, parts=parts))
     return found
 
+# %% ../../nbs/methods/06_channels.ipynb #432ea426
+@dataclass(frozen=True)
+class _Rule:
+    "What is left of torch-pruning's rule for a part when it is sent"
+    handler:Callable # a method of torch-pruning's: (module, idxs) -> module
+    dim:object       # the axis of a bare parameter
+    module:object    # of the part
+    def __call__(self, idxs:list):
+        self.handler.__self__.pruning_dim = self.dim
+        return self.handler(self.module, idxs)
+
+@patch
+def __reduce__(self:Graph): return Graph, (self.model, self.sample)
+
+@patch
+def __reduce__(self:Part):
+    rule = self.prune
+    if hasattr(rule, "target"): rule = _Rule(rule.handler, rule.target.pruning_dim, self.module)
+    return Part, (self.module, self.out, self.idxs, self.roots, rule)
+
 # %% ../../nbs/methods/06_channels.ipynb #1f3b53eb
 no_target = "give it no target (a percentage for all passes it by)"
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['columns', 'slack', 'SizePoint', 'DegradationResult', 'size_point', 'check_drop', 'smallest', 'carried', 'time_ms',
-           'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score', 'measure_sizes',
+           'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score', 'score_elsewhere', 'measure_sizes',
            'analyze_degradation']
 
 # %% ../../nbs/plans/12_degradation.ipynb #d54d37de
@@ -29,11 +29,14 @@ from ..core.saving import Saved, revive
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets
 from ..core.counters import latency
+from ..core.workers import count_workers, spread
 from ..measure.scores import Score, compare, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_heard, same_score
-from ..measure.loop import check_baseline, check_training, evaluate, progress, untouched
+from fasterai_sens.measure.loop import (
+    Compared, check_baseline, check_training, evaluate, progress, ticker, untouched
+)
 from ..measure.norms import Recalibrated, warn_if_judged_otherwise
 from .sizes import Steps, check_size, cost_name, find_steps, is_measured, levels_of, planner
 
@@ -449,6 +452,7 @@ def measure_plan(
     eval_fn:Callable,  # model -> number or per-sample scores, or a pair with the objective
     around:Callable,   # perturbation around the evaluation
     runs:int,          # forwards to time; 0: none
+    known:Score|None=None, # its score, if it was evaluated before
 )->tuple:              # `Score`, milliseconds or None
     """A plan, tried; the model comes back
 
@@ -464,14 +468,17 @@ def measure_plan(
         perturbation around the evaluation
     runs : int
         forwards to time; 0: none
+    known : Score|None, default None
+        its score, if it was evaluated before
 
     Returns
     -------
     tuple
         `Score`, milliseconds or None
     """
+    if known and not runs: return known, None
     with carried(steps, plan):
-        score = evaluate(steps.model, eval_fn, around)
+        score = known or evaluate(steps.model, eval_fn, around)
         return score, time_ms(steps, runs)
 
 def plan_name(
@@ -559,6 +566,53 @@ def baseline_score(
     return check_baseline(scored(model, eval_fn))
 
 # %% ../../nbs/plans/12_degradation.ipynb #a3e0131c
+def _score_plan(steps:Steps, eval_fn:Callable, around:Callable, plan:LayerTargets)->Score:
+    "Of the model under a plan"
+    score, _ = measure_plan(steps, plan, eval_fn, around, 0)
+    return score
+
+def score_elsewhere(
+    steps:Steps,      # of the model
+    plans:list,       # what to do to it
+    eval_fn:Callable, # as for `analyze_degradation`
+    around:Callable,  # perturbation around each evaluation
+    base:Score,       # of the untouched model
+    n_jobs:int|None,  # processes, as for `spread`
+    verbose:bool,     # show a progress bar
+)->list:              # of `Score`
+    """The scores of plans, in workers. They warn if the untouched model has another score there
+
+    Parameters
+    ----------
+    steps : Steps
+        of the model
+    plans : list
+        what to do to it
+    eval_fn : Callable
+        as for `analyze_degradation`
+    around : Callable
+        perturbation around each evaluation
+    base : Score
+        of the untouched model
+    n_jobs : int|None
+        processes, as for `spread`
+    verbose : bool
+        show a progress bar
+
+    Returns
+    -------
+    list
+        of `Score`
+    """
+    measure = partial(_score_plan, steps, eval_fn, around)
+    untouched = partial(baseline_score, steps.model, eval_fn)
+    scores, tick = {}, ticker(len(plans), verbose)
+    for place, score in spread(Compared(measure, untouched, base), plans, n_jobs):
+        scores[place] = score
+        tick(f"{score.value:.4f}")
+    return [scores[place] for place in range(len(plans))]
+
+# %% ../../nbs/plans/12_degradation.ipynb #12d91491
 def measure_sizes(
     steps:Steps,      # of the model
     cost:str,         # "bytes", "params" or "flops"
@@ -569,6 +623,7 @@ def measure_sizes(
     runs:int,         # forwards to time at each size; 0: none
     verbose:bool,     # show a progress bar
     everything:bool,  # whether all layers may be compressed
+    n_jobs:int|None=None, # processes, as for `spread`
 )->tuple:             # the `Score` of the untouched model, list of `SizePoint`
     """The untouched model, then each plan. Raises ValueError, or warns, if no plan changed a bit of any score
 
@@ -592,6 +647,8 @@ def measure_sizes(
         show a progress bar
     everything : bool
         whether all layers may be compressed
+    n_jobs : int|None, default None
+        processes, as for `spread`
 
     Returns
     -------
@@ -601,10 +658,14 @@ def measure_sizes(
     forget_untouched(eval_fn)
     base = baseline_score(steps.model, eval_fn)
     dense = steps.size({}, cost)
-    points, tried = [], []
-    for target, plan in progress(list(plans.items()), verbose):
+    points, tried, known = [], [], {}
+    compressed = {target: plan for target, plan in plans.items() if plan}
+    if count_workers(n_jobs) > 1 and len(compressed) > 1:
+        scores = score_elsewhere(steps, list(compressed.values()), eval_fn, around, base, n_jobs, verbose)
+        known = dict(zip(compressed, scores, strict=True))
+    for target, plan in progress(list(plans.items()), verbose and not known):
         if plan:
-            score, ms = measure_plan(steps, plan, eval_fn, around, runs)
+            score, ms = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
             tried.append((f"size {target:g}", partial(carried, steps, plan), same_score(base, score)))
         else: score, ms = base, time_ms(steps, runs)
         size = steps.size(plan, cost)
@@ -635,6 +696,8 @@ def analyze_degradation(
     recalibrate=None,     # data: batch-norm statistics are estimated anew at each size, see `reestimate_norms`
     runs:int=10,          # forwards to time at each size; 0: none
     verbose:bool=True,    # show a progress bar
+    # processes that evaluate sizes side by side, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    n_jobs:int|None=None,
 )->DegradationResult:
     """The metric at each size
 
@@ -686,12 +749,16 @@ def analyze_degradation(
         forwards to time at each size; 0: none
     verbose : bool, default True
         show a progress bar
+    n_jobs : int|None, default None
+        processes that evaluate sizes side by side, -1: one for each core; None: as joblib's
+        `parallel_config` says, else 1
 
     Returns
     -------
     DegradationResult
     """
     check_count(runs, "runs", least=0)
+    count_workers(n_jobs)   # raises
     eval_fn = as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
     check_training(eval_fn, [methods[compression]] if compression in methods else [])
     options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
@@ -705,7 +772,7 @@ def analyze_degradation(
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
     everything = layers is None and layer_types is None and locked is None and bounds is None
     base, points = measure_sizes(
-        steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything)
+        steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything, n_jobs)
     settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None)
     return DegradationResult(
         compression, cost, dense, base.value, points, metric_name, higher_is_better, settings)
