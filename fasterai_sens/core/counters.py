@@ -559,7 +559,7 @@ def tables_for(
 def check_shaped(
     model, # what the user gave
 )->nn.Module:
-    """The model. Raises TypeError if it is none, ValueError for a lazy one that has not run yet
+    """The model. Raises TypeError if it is not one, ValueError for a lazy one that has not run yet
 
     Parameters
     ----------
@@ -1084,7 +1084,7 @@ def stored(
 def n_bytes(
     model:nn.Module, # any model
 )->int:              # bytes
-    """Bytes of all parameters and buffers, each once. Raises TypeError if it is no model
+    """Bytes of all parameters and buffers, each once. Raises TypeError if it is not a model
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ def _set_generator(generator, state):
 
 # %% ../../nbs/core/02_keeping.ipynb #c2c45af8
 def _own_class(o, kind:str)->type|None:
-    "Python's own class behind a container of this kind; None for what is no container"
+    "Python's own class behind a container of this kind; None if it is not a container"
     if kind == "dict": return OrderedDict if isinstance(o, OrderedDict) else dict
     return dict(list=list, set=set, deque=deque).get(kind)
 

@@ -352,7 +352,7 @@ def place(
 def check_model(
     model, # what the user gave
 )->nn.Module:
-    """The model. Raises TypeError if it is none
+    """The model. Raises TypeError if it is not one
 
     Parameters
     ----------
@@ -388,7 +388,7 @@ def _other_modules(
 def all_units(
     model:nn.Module, # any model
 )->tuple:            # list of `Unit` in model order, list of `(name, reason)`
-    """Every compressible weight of `model`, each once, and what is left out. Raises TypeError if it is no model
+    """Every compressible weight of `model`, each once, and what is left out. Raises TypeError if it is not a model
 
     Parameters
     ----------

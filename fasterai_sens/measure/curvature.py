@@ -164,7 +164,7 @@ def _places(
 def _mean(
     score, # what a metric or an objective returned
 )->Tensor:
-    "Mean over the samples, 0-d, with its graph; without one if it is no tensor"
+    "Mean over the samples, 0-d, with its graph; without one if it is not a tensor"
     if isinstance(score, Tensor): return score.float().mean()
     return torch.tensor(math.nan)
 

@@ -406,7 +406,7 @@ def check_estimator(
     by:str,             # as the user gave it
     perturbations:list, # of one method
 ):
-    """Raises KeyError for an unknown estimator, ValueError for what is no change of weights
+    """Raises KeyError for an unknown estimator, ValueError for what does not change weights
 
     Parameters
     ----------

@@ -144,7 +144,7 @@ def facts_of(
     Facts
     """
     schema = getattr(func, "_schema", None)
-    if schema is None: return Facts((), {}, (), False, False, f"{func} is no single operation")
+    if schema is None: return Facts((), {}, (), False, False, f"{func} is not a single operation")
     arguments = schema.arguments
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -255,7 +255,7 @@ class Same(NamedTuple):
     place:int # among the tensors in the arguments
 
 class Value(NamedTuple):
-    """An output that is no tensor
+    """An output that is not a tensor
 
     Parameters
     ----------

@@ -571,7 +571,7 @@ class LowRankInPlan(LowRank):
 
 @patch(cls_method=True)
 def in_plans(cls:LowRank):
-    "A level out of reach is no error"
+    "A level out of reach is allowed"
     return LowRankInPlan
 
 # %% ../../nbs/methods/12_lowrank.ipynb #31f3b109

@@ -47,7 +47,7 @@ def check_optimizer(
 ):
     """Refuse an optimizer whose state is not shaped like the parameters, so that it cannot be cut
 
-    Raises ValueError for that, and TypeError for what is no optimizer.
+    Raises ValueError for that, and TypeError for what is not an optimizer.
 
     Parameters
     ----------

@@ -69,7 +69,7 @@ def check_rising(
 ):
     """A schedule that never goes back, as what is cut off does not grow again
 
-    Raises TypeError for what is no schedule, ValueError for one that falls.
+    Raises TypeError for what is not a schedule, ValueError for one that falls.
 
     Parameters
     ----------

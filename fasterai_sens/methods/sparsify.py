@@ -785,7 +785,7 @@ class SparseInPlan(Sparse):
 
 @patch(cls_method=True)
 def in_plans(cls:Sparse):
-    "Less than the whole pattern is no error"
+    "Less than the whole pattern is allowed"
     return SparseInPlan
 
 @patch(cls_method=True)

@@ -867,7 +867,7 @@ def check_pairs(
     combine,         # as the user gave it
     known:Iterable,  # names of the methods that are there
 )->set:              # of frozensets of two methods
-    """Raises KeyError for an unknown method, ValueError if it is no list of pairs, or for a method that stays alone
+    """Raises KeyError for an unknown method, ValueError if it is not a list of pairs, or for a method that stays alone
 
     Parameters
     ----------

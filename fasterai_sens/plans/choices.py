@@ -612,7 +612,7 @@ def check_budget(
     budget,   # as the user gave it
     cost:str, # what it is of
 ):
-    """The budget. Raises ValueError if it is none
+    """The budget. Raises ValueError if it is not one
 
     Parameters
     ----------

@@ -297,7 +297,7 @@ def identify_critical_layers(
 )->list:               # layer names, most sensitive first; of coupled layers the first
     """The layers that compression hurts most
 
-    Raises TypeError for a wrong kind, ValueError for a `min_drop` that is no number.
+    Raises TypeError for a wrong kind, ValueError for a `min_drop` that is not a number.
 
     Parameters
     ----------
@@ -322,7 +322,7 @@ def identify_critical_layers(
     return ranked if n is None else ranked[:check_count(n, "n", least=0)]
 
 def _check_min_drop(min_drop)->float:
-    "The number. Raises ValueError if it is none"
+    "The number. Raises ValueError if it is not one"
     is_number = isinstance(min_drop, Real) and not isinstance(min_drop, bool)
     if not is_number or math.isnan(min_drop):
         raise ValueError(f"min_drop is a number, in units of the metric; got {min_drop!r}")
@@ -503,7 +503,7 @@ def check_swapped(
     compressed, # as the user gave it
     original,   # as the user gave it
 ):
-    """Raises ValueError if the two look swapped, TypeError if the first is no model
+    """Raises ValueError if the two look swapped, TypeError if the first is not a model
 
     Parameters
     ----------

@@ -372,7 +372,6 @@ def print_sparse(
     )
     print(table.to_string(float_format="{:.3f}".format))
 
-# %% ../../nbs/show/01_demo.ipynb #883ac78d
 def print_pruned(
     learn:Learner,     # trained; comes back as it was
     sweep:SweepResult, # over pruning

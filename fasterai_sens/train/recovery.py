@@ -552,7 +552,7 @@ def check_stages(
 )->tuple:   # list of percent, list of epochs
     """Stages with their epochs
 
-    Raises TypeError for what is no list, ValueError for stages that do not rise or epochs that do not fit.
+    Raises TypeError for what is not a list, ValueError for stages that do not rise or epochs that do not fit.
 
     Parameters
     ----------
