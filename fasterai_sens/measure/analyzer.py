@@ -195,7 +195,7 @@ def _level_lists(
     levels, # as the user gave it: a list, a dict from layer name to list, or None
     layers, # the same: names; None: all
 )->tuple:   # levels as lists, and names of layers
-    "Raises ValueError for what is no list, and for layers that are named twice"
+    "Raises ValueError for what is not a list, and for layers that are named twice"
     if not isinstance(levels, Mapping): return _level_list(levels, "levels"), layers
     if layers is not None: raise ValueError("levels names the layers already; leave layers out")
     if not levels: raise ValueError("levels is empty")

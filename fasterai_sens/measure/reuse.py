@@ -197,7 +197,7 @@ def _listen(model:nn.Module, listener:Listener)->Callable: # call it to stop
 
 @dataclass
 class _Watched:
-    "A block in which an error while something is skipped, or written down, is no error of the user's"
+    "A block in which an error while something is skipped, or written down, does not count as the user's"
     follower:object # a `Follower`
     def __enter__(self): return self.follower
     def __exit__(self, kind, error, _):
