@@ -106,6 +106,7 @@ def narrow_convnext(num_classes):
 
 
 # other members by their own classes, with a quarter of the channels
+narrow_swin = partial(models.SwinTransformer, patch_size=[4, 4], embed_dim=24, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], window_size=[7, 7])
 narrow_densenet = partial(models.DenseNet, 8, (6, 12, 24, 16), 16)
 narrow_wide_resnet = partial(models.ResNet, Bottleneck, [3, 4, 6, 3], width_per_group=32)
 
@@ -129,7 +130,7 @@ FAMILIES = {
     "resnext": Family("resnext50_32x4d", 54, 53),
     "shufflenet_v2": Family("shufflenet_v2_x0_5", 57, 0, {UNTRACEABLE: 57}),
     "squeezenet": Family("squeezenet1_1", 26, 25),
-    "swin": Family("swin_t", 53, 12, {OUTPUT: 1, UNFOLLOWED: 24, MORE: 16}),
+    "swin": Family("swin_t", 53, 12, {OUTPUT: 1, UNFOLLOWED: 24, MORE: 16}, narrow=narrow_swin),
     "swin_v2": Family("swin_v2_t", 77, 24, {OUTPUT: 1, UNFOLLOWED: 24, MORE: 23, ENDLESS: 5}),
     "vgg": Family("vgg11", 11, 10, options=FAST_START, narrow=small_classifier(models.vgg11)),
     "vgg_bn": Family("vgg11_bn", 11, 10, options=FAST_START, narrow=small_classifier(models.vgg11_bn)),

@@ -48,10 +48,10 @@ def weight_of(w, config):
 # ---------------------------------------------------------------- grids
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("how", [{}, {"per_channel": False}, {"group_size": 16}, {"group_size": 4}], ids=str)
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", range(2, 9))
+grains = [{}, {"per_channel": False}, {"group_size": 16}, {"group_size": 4}]
+
+
+@pytest.mark.parametrize("bits,symmetric,how,dtype", all_pairs(range(2, 9), [True, False], grains, [torch.float32, torch.float16, torch.bfloat16]), ids=str)
 def test_weights_are_those_that_were_measured(bits, symmetric, how, dtype):
     """To the bit: torchao's own grids have another step."""
     w = torch.randn(32, 64).to(dtype)
@@ -208,9 +208,7 @@ kinds = {
 can = {"linear", "conv", "grouped conv", "same conv", "circular conv", "depthwise", "half"}
 
 
-@pytest.mark.parametrize("how", [{}, {"dynamic": True}, {"symmetric": False}], ids=str)
-@pytest.mark.parametrize("bits", [3, 8])
-@pytest.mark.parametrize("kind", kinds)
+@pytest.mark.parametrize("kind,bits,how", all_pairs(list(kinds), [3, 8], [{}, {"dynamic": True}, {"symmetric": False}]), ids=str)
 def test_refused_is_what_torchao_cannot_run(kind, bits, how):
     """Both ways: what is accepted runs and is close to the float model, what is refused does not run."""
     make, shape = kinds[kind]
