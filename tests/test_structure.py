@@ -115,7 +115,7 @@ def test_notebook_reads_well(path):
     assert path.stat().st_size < 300_000
 
 
-unshown = "plans/07_exchange", "plans/09_search", "show/01_demo"   # are being rewritten; then this line goes
+unshown = "plans/07_exchange", "plans/09_search"   # are being rewritten; then this line goes
 shown_elsewhere = ("def print_demo(",)   # `make demo` runs it; it takes minutes
 
 

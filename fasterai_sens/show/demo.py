@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['digits', 'digits_learner', 'one_shot_accuracy', 'fine_tuned_accuracy', 'compare_plans', 'size_and_speed',
-           'uniform_of_size', 'compare_pruned', 'analyse', 'print_sparse', 'print_pruned', 'print_demo']
+           'uniform_of_size', 'compare_pruned', 'analyse', 'sparse_plans', 'pruned_plans', 'print_table', 'print_demo']
 
 # %% ../../nbs/show/01_demo.ipynb #3bd6fb9f
 from collections.abc import Callable
@@ -333,76 +333,87 @@ def analyse(
     for name, ax in plots.items(): ax.figure.savefig(out/f"{name}.png", dpi=100)
     return sweep, bits, pruning
 
-# %% ../../nbs/show/01_demo.ipynb #b1df944e
-def print_sparse(
-    learn:Learner,     # trained; comes back as it was
+# %% ../../nbs/show/01_demo.ipynb #f05d1672
+def sparse_plans(
+    learn:Learner,     # that was analysed
     sweep:SweepResult, # over sparsity
     out:Path,          # folder for the targets
-    evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     pct:float,         # target sparsity, percent
-):
-    """Targets for sparsity, and what they do
+)->dict:               # name -> `LayerTargets`
+    """Targets for sparsity, saved in `out`, and uniform ones to compare with
 
     Parameters
     ----------
     learn : Learner
-        trained; comes back as it was
+        that was analysed
     sweep : SweepResult
         over sparsity
     out : Path
         folder for the targets
-    evaluate : Callable
-        model -> per-sample scores, on data that no plan has seen
     pct : float
         target sparsity, percent
+
+    Returns
+    -------
+    dict
+        name -> `LayerTargets`
     """
     one = sweep[-1].to_layer_targets(learn.model, pct)
     curves = sweep.to_layer_targets(learn.model, pct)
     one.to_json(out/"targets.json")
     curves.to_json(out/"targets_from_curves.json")
-    targets = pd.DataFrame({"one level": one, "curves": curves})
-    print(f"\nTargets for {pct:g} %, by the classic rule from one level and from curves:\n")
-    print(targets.to_string(float_format="{:.1f}".format))
     uniform = LayerTargets(dict.fromkeys(one, pct))
-    plans = {"uniform": uniform, "targets from one level": one, "targets from curves": curves}
-    table = compare_plans(learn, plans, evaluate)
-    print(
-        f"\nHeld-out accuracy at {pct:g} % sparsity, in one shot and after 2 epochs of fine-tuning "
-        "with SparsifyCallback:\n"
-    )
-    print(table.to_string(float_format="{:.3f}".format))
+    return {"uniform": uniform, "targets from one level": one, "targets from curves": curves}
 
-def print_pruned(
-    learn:Learner,     # trained; comes back as it was
+# %% ../../nbs/show/01_demo.ipynb #1203c515
+def pruned_plans(
+    learn:Learner,     # that was analysed
     sweep:SweepResult, # over pruning
     out:Path,          # folder for the targets
-    evaluate:Callable, # model -> per-sample scores, on data that no plan has seen
     pct:float,         # target for the channels, percent
-):
-    """Targets for pruning, and what they do
+)->dict:               # name -> percent, or `LayerTargets`
+    """Targets for pruning, saved in `out`, and a percentage for all groups that leaves as many parameters
 
     Parameters
     ----------
     learn : Learner
-        trained; comes back as it was
+        that was analysed
     sweep : SweepResult
         over pruning
     out : Path
         folder for the targets
-    evaluate : Callable
-        model -> per-sample scores, on data that no plan has seen
     pct : float
         target for the channels, percent
+
+    Returns
+    -------
+    dict
+        name -> percent, or `LayerTargets`
     """
     curves = sweep.to_layer_targets(learn.model, pct)
     curves.to_json(out/"pruning_targets.json")
-    print(f"\nTargets for {pct:g} % of the channels, from curves; coupled layers share one:\n")
-    print(pd.Series(curves, name="percent").to_string(float_format="{:.1f}".format))
     uniform = uniform_of_size(learn, curves)
-    plans = {f"uniform {uniform} %, same size": uniform, "targets from curves": curves}
-    table = compare_pruned(learn, plans, evaluate)
-    print("\nPruned in one shot, and during 2 epochs of fine-tuning with PruneCallback:\n")
-    print(table.to_string(float_format="{:.3f}".format))
+    return {f"uniform {uniform} %, same size": uniform, "targets from curves": curves}
+
+# %% ../../nbs/show/01_demo.ipynb #4a36229b
+def print_table(
+    title:str,    # what it shows
+    table,        # a `pandas.DataFrame` or `Series`
+    digits:int=3, # behind the point
+):
+    """Print a table under its title
+
+    Parameters
+    ----------
+    title : str
+        what it shows
+    table
+        a `pandas.DataFrame` or `Series`
+    digits : int, default 3
+        behind the point
+    """
+    print(f"\n{title}:\n")
+    print(table.to_string(float_format=f"{{:.{digits}f}}".format))
 
 # %% ../../nbs/show/01_demo.ipynb #efdf4e3a
 def print_demo(
@@ -433,6 +444,13 @@ def print_demo(
     for r in (sweep[-1], bits, pruning[1]):
         print()
         r.summary()
-    print_sparse(learn, sweep, out, evaluate, pct)
-    print_pruned(learn, pruning, out, evaluate, channels)
+    plans = sparse_plans(learn, sweep, out, pct)
+    print_table(f"Targets for {pct:g} %, by the classic rule from one level and from curves", pd.DataFrame(plans), 1)
+    table = compare_plans(learn, plans, evaluate)
+    print_table(f"Held-out accuracy at {pct:g} % sparsity, in one shot and after 2 epochs with SparsifyCallback", table)
+    plans = pruned_plans(learn, pruning, out, channels)
+    curves = pd.Series(plans["targets from curves"], name="percent")
+    print_table(f"Targets for {channels:g} % of the channels, from curves; coupled layers share one", curves, 1)
+    table = compare_pruned(learn, plans, evaluate)
+    print_table("Pruned in one shot, and during 2 epochs of fine-tuning with PruneCallback", table)
     print(f"\nPlots, CSV and JSON are in {out}/")
