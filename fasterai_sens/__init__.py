@@ -13,6 +13,7 @@ from .core.sweeps import SweepResult
 from .measure.analyzer import SensitivityAnalyzer, analyze_sensitivity
 from .measure.finetuned import FineTuned
 from .measure.objectives import Divergence, evaluation, kl_from
+from .measure.refine import Refine
 from .measure.settle import Settle
 from .methods.criteria import (
     Criterion,

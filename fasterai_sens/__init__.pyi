@@ -23,6 +23,7 @@ from .measure.norms import reestimate_norms as reestimate_norms
 from .measure.objectives import Divergence as Divergence
 from .measure.objectives import evaluation as evaluation
 from .measure.objectives import kl_from as kl_from
+from .measure.refine import Refine as Refine
 from .measure.settle import Settle as Settle
 from .methods.criteria import Criterion as Criterion
 from .methods.criteria import large_final as large_final

@@ -23,6 +23,7 @@ from fasterai_sens import reestimate_norms as reestimate_norms
 from fasterai_sens import Divergence as Divergence
 from fasterai_sens import evaluation as evaluation
 from fasterai_sens import kl_from as kl_from
+from fasterai_sens import Refine as Refine
 from fasterai_sens import Settle as Settle
 from fasterai_sens import Criterion as Criterion
 from fasterai_sens import large_final as large_final

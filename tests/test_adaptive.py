@@ -1,4 +1,4 @@
-"""Units measured until they are settled: the error rate in 1,000 simulations, the sides of all samples, faults, reuse, no trace."""
+"""Units measured until they are settled, levels where curves bend: the error rate in 1,000 simulations, the sides of all samples, faults, reuse, no trace."""
 import math
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from toys import three_layers, unchanged
 
-from fasterai_sens import Divergence, Perturbation, SensitivityAnalyzer, SensitivityResult, Settle, allocate, evaluation, identify_critical_layers, method
+from fasterai_sens import Divergence, Perturbation, Refine, SensitivityAnalyzer, SensitivityResult, Settle, allocate, evaluation, identify_critical_layers, method
 from fasterai_sens.core.protocol import methods
 from fasterai_sens.measure.settle import Bets, SkewedMean, least_for_losses, list_looks, settle_scores
 
@@ -331,3 +331,63 @@ def test_faults_leave_no_trace(fault):
     analyzer = SensitivityAnalyzer(net, x[:1], evaluation((x, y), faulty))
     expected = {"raises": RuntimeError, "interrupt": KeyboardInterrupt, "writes": ValueError}[fault]
     with unchanged(net), pytest.raises(expected): analyzer.sweep(adaptive=Settle(threshold=.02), verbose=False)
+
+
+# ---- levels where curves bend
+
+GRIDS = {"sparsity": list(range(10, 100, 10)), "quantization": [8, 7, 6, 5, 4, 3, 2], "pruning": [10, 20, 30, 40, 50, 60, 70], "low_rank": [20, 30, 40, 50, 60, 70, 80], "damping": [20, 40, 60, 80, 100]}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_refined(fifth, name):
+    """Every method: within the budget, the ends among the levels, each row that of the full sweep, the same refused, no trace"""
+    net, x, y = classifier(300)
+    calls = []
+    def counted(model):
+        calls.append(1)
+        with torch.no_grad(): return F.cross_entropy(model(x), y, reduction="none")
+    analyzer = SensitivityAnalyzer(net, x[:1], counted, higher_is_better=False, metric_name="loss", reuse=False)
+    full = analyzer.sweep(name, GRIDS[name], verbose=False)
+    calls.clear()
+    with unchanged(net): refined = analyzer.sweep(name, GRIDS[name], adaptive=Refine(per_unit=4), verbose=False)
+    units = {r.group_id or r.name for result in full for r in result.layers if r.prunable}
+    measured = {(r.group_id or r.name, result.compression_level) for result in refined for r in result.layers if r.prunable}
+    assert len(measured) <= 4*len(units) and len(measured) <= len(calls) <= len(measured) + 8   # each round begins with the untouched model
+    for layer in full.ranked:
+        every, some = full.rows(layer), refined.rows(layer)
+        assert list(some) == [level for level in every if level in some] and {min(every), max(every)} <= set(some)
+        assert all(some[level] == every[level] for level in some)
+    assert {pair for result in refined for pair in result.skipped} <= {pair for result in full for pair in result.skipped}
+    assert refined.levels == [level for level in GRIDS[name] if level in refined.levels]
+    if name == "quantization": assert {type(level) for level in refined.levels} == {int}
+    assert refined[0].settings["adaptive"] == "4 levels of a unit"
+
+
+def test_refined_in_plans():
+    """Plans take it; so do levels of each layer, statistics estimated anew, and reuse gives the same"""
+    net, x, y = classifier(300)
+    plain, reusing = (SensitivityAnalyzer(net, x[:1], (x, y), reuse=r) for r in (False, True))
+    refined = plain.sweep(levels=GRIDS["sparsity"], adaptive=Refine(evaluations=14), verbose=False)
+    assert refined == reusing.sweep(levels=GRIDS["sparsity"], adaptive=Refine(evaluations=14), verbose=False)
+    assert refined.to_layer_targets(net, 50).mean(net) == pytest.approx(50)
+    assert allocate(refined, "60%", "bytes", model=net, sample=x[:1]).costs["bytes"] <= .6*sum(p.numel() for p in net.parameters())*4
+    own = plain.sweep(levels={"0": [10, 20, 30], "4": [50, 60, 70, 80]}, adaptive=Refine(per_unit=3), verbose=False)
+    assert len(own.rows("0")) + len(own.rows("4")) <= 6 and set(own.rows("0")) <= {10, 20, 30}
+    normed = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    anew = SensitivityAnalyzer(normed, x[:1], (x, y)).sweep(levels=GRIDS["sparsity"], adaptive=Refine(per_unit=4), recalibrate=x, verbose=False)
+    assert all(result.settings["recalibrated"] for result in anew)
+
+
+def test_refined_at_the_door():
+    """One level, too few evaluations, nothing that bends, and a model that breaks"""
+    net, x, y = classifier(200)
+    analyzer = SensitivityAnalyzer(net, x[:1], (x, y))
+    with pytest.raises(ValueError): analyzer.analyze(adaptive=Refine(per_unit=4), verbose=False)
+    with pytest.raises(ValueError, match="levels? of 3 units take 6"): analyzer.sweep(levels=[25, 50, 75], adaptive=Refine(evaluations=5), verbose=False)
+    with pytest.raises(ValueError): analyzer.sweep(adaptive=Refine(per_unit=4), early_stop_mode="dropped", early_stop_value=.1, verbose=False)
+    flat = SensitivityAnalyzer(net, x[:1], lambda model: .5 + 0*float(model[0].weight.sum()))
+    with pytest.warns(UserWarning): found = flat.sweep(levels=GRIDS["sparsity"], adaptive=Refine(per_unit=5), verbose=False)
+    assert found.levels == [10, 90]
+    def breaks(model): return float("inf") if (model[2].weight == 0).float().mean() > .65 else float(model[2].weight.abs().mean() + model[0].weight.std())
+    broken = SensitivityAnalyzer(net, x[:1], breaks, higher_is_better=False).sweep(levels=GRIDS["sparsity"], adaptive=Refine(per_unit=5), verbose=False)
+    assert 60 in broken.rows("2") or 70 in broken.rows("2")   # close to where it breaks
