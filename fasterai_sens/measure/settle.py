@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['most_at_stake', 'least_for_losses', 'log_wealth', 'Bets', 'SkewedMean', 'Settle', 'list_looks', 'find_places',
            'Trials', 'settle_scores', 'merged', 'Block', 'in_blocks', 'score_sums', 'join_scores', 'Candidate',
-           'Settling', 'measure_settled']
+           'Settling', 'Tally', 'measure_settled']
 
 # %% ../../nbs/measure/13_settle.ipynb #2af1d08e
 import math
@@ -970,9 +970,17 @@ def _interval(self:Settling, c:Candidate)->tuple|None:
     return (low, high) if math.isfinite(high - low) else None
 
 # %% ../../nbs/measure/13_settle.ipynb #205738c8
-class _Tally:
-    "What a `Reuse` has saved over several blocks"
-    def __init__(self, reuse): self.reuse, self.seen = reuse, []
+class Tally:
+    """What a `Reuse` has saved over several measurements
+
+    Parameters
+    ----------
+    reuse
+        a `Reuse`, or None
+    """
+    def __init__(self,
+        reuse, # a `Reuse`, or None
+    ): self.reuse, self.seen = reuse, []
     def add(self):
         "The block that was just measured"
         if isinstance(self.reuse, Reuse): self.seen.append(dict(vars(self.reuse)))
@@ -1081,7 +1089,7 @@ def measure_settled(
     blocks = in_blocks(eval_fn, settle)
     steps = list_steps(mildest_first(perturbations), units, wanted)
     candidates, refused = _split_refused(steps)
-    settling, tally, tried = Settling(settle, candidates, blocks, higher_is_better), _Tally(reuse), []
+    settling, tally, tried = Settling(settle, candidates, blocks, higher_is_better), Tally(reuse), []
     check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
     with workbench(model) as bench:
         bar = progress(blocks, verbose)
