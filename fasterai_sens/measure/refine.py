@@ -154,8 +154,8 @@ class Refine:
         """
         total = self.evaluations if self.per_unit is None else round(self.per_unit*n_units)
         if total < least:
-            raise ValueError(f"{self} are {total} evaluations, and the mildest and the harshest level of {n_units} units "
-                             f"take {least}")
+            raise ValueError(f"{self} are {total} evaluations, and the mildest and the harshest level of {n_units} "
+                             f"units take {least}")
         return total
 
 # %% ../../nbs/measure/14_refine.ipynb #1c319f57
