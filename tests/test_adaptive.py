@@ -9,7 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 from toys import three_layers, unchanged
 
-from fasterai_sens import Divergence, Perturbation, Refine, SensitivityAnalyzer, SensitivityResult, Settle, allocate, evaluation, identify_critical_layers, method
+from fasterai_sens import (
+    Divergence,
+    Perturbation,
+    Refine,
+    SensitivityAnalyzer,
+    SensitivityResult,
+    Settle,
+    allocate,
+    evaluation,
+    identify_critical_layers,
+    method,
+)
 from fasterai_sens.core.protocol import methods
 from fasterai_sens.measure.settle import Bets, SkewedMean, least_for_losses, list_looks, settle_scores
 

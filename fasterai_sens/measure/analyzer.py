@@ -345,7 +345,7 @@ def analyze(self:SensitivityAnalyzer,
     # data: batch-norm statistics are estimated anew before each evaluation, also that of the untouched model, see
     # `reestimate_norms`; None: they stay
     recalibrate=None,
-    adaptive=None,            # `Settle`: as many samples as a question takes; `Refine`: levels where curves bend; None: all
+    adaptive=None,            # `Settle`: samples until a question is settled; `Refine`: levels where curves bend
     quant_per_channel=None,   # quantization: a scale for each output channel, or one for the layer; None: True
     quant_activations=None,   # quantization: also its activations, "output" (or True), "input" or "both"; None: False
     quant_group_size=None,    # quantization: a scale for each so many weights of an output channel; None: no groups
@@ -378,7 +378,7 @@ def analyze(self:SensitivityAnalyzer,
         data: batch-norm statistics are estimated anew before each evaluation, also that of the
         untouched model, see `reestimate_norms`; None: they stay
     adaptive : default None
-        `Settle`: as many samples as a question takes; `Refine`: levels where curves bend; None: all
+        `Settle`: samples until a question is settled; `Refine`: levels where curves bend
     quant_per_channel : default None
         quantization: a scale for each output channel, or one for the layer; None: True
     quant_activations : default None
@@ -425,7 +425,7 @@ def sweep(self:SensitivityAnalyzer,
     # data: batch-norm statistics are estimated anew before each evaluation, also that of the untouched model, see
     # `reestimate_norms`; None: they stay
     recalibrate=None,
-    adaptive=None,            # `Settle`: as many samples as a question takes; `Refine`: levels where curves bend; None: all
+    adaptive=None,            # `Settle`: samples until a question is settled; `Refine`: levels where curves bend
     quant_per_channel=None,   # quantization: a scale for each output channel, or one for the layer
     quant_activations=None,   # quantization: also its activations
     quant_group_size=None,    # quantization: a scale for each so many weights of an output channel
@@ -460,7 +460,7 @@ def sweep(self:SensitivityAnalyzer,
         data: batch-norm statistics are estimated anew before each evaluation, also that of the
         untouched model, see `reestimate_norms`; None: they stay
     adaptive : default None
-        `Settle`: as many samples as a question takes; `Refine`: levels where curves bend; None: all
+        `Settle`: samples until a question is settled; `Refine`: levels where curves bend
     quant_per_channel : default None
         quantization: a scale for each output channel, or one for the layer
     quant_activations : default None

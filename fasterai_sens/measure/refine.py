@@ -42,14 +42,17 @@ def spread_between(
     """
     found = []
     slopes = np.diff(y)/np.diff(x)
+    last = len(slopes) - 1
     for i in range(len(slopes)):
+        first, second = y[i], y[i + 1]
         half = (x[i + 1] - x[i])/2
-        guesses = [(y[i] + y[i + 1])/2]
-        if i > 0: guesses.append(y[i] + half*slopes[i - 1])
-        if i + 1 < len(slopes): guesses.append(y[i + 1] - half*slopes[i + 1])
-        if len(guesses) == 1: guesses = [y[i], y[i + 1]]
-        within = np.clip(guesses, *sorted(y[i:i + 2]))
-        found.append(half*float(np.ptp(within)))
+        guesses = [(first + second)/2]
+        if i > 0: guesses.append(first + half*slopes[i - 1])
+        if i < last: guesses.append(second - half*slopes[i + 1])
+        if last == 0: guesses = [first, second]
+        low, high = min(first, second), max(first, second)
+        apart = np.ptp(np.clip(guesses, low, high))
+        found.append(half*float(apart))
     return found
 
 # %% ../../nbs/measure/14_refine.ipynb #ee902f4b
@@ -169,14 +172,18 @@ class _Ladders:
             self.first_layer[unit.name] = unit.layers[0].name
             if p.refusal(unit): self.refused.setdefault(unit.name, set()).add(p.level)
             else: self.of.setdefault(unit.name, []).append(p)
-        self.x = {name: [p.strength for p in own] for name, own in self.of.items()}
-        self.known = {name: {} for name in self.of}
+        self.x, self.known = {}, {}
+        for name, own in self.of.items(): self.x[name], self.known[name] = [p.strength for p in own], {}
         if steps and max(map(len, self.of.values()), default=3) < 3:
             raise ValueError("Refine chooses from the levels of a sweep, and there are fewer than 3; "
                              "give more, such as levels=range(5, 100, 5)")
     def ends(self)->list: # of (name, place)
         "The mildest and the harshest level of each unit"
-        return [(name, k) for name, own in self.of.items() for k in sorted({0, len(own) - 1})]
+        found = []
+        for name, own in self.of.items():
+            places = sorted({0, len(own) - 1})
+            found += [(name, k) for k in places]
+        return found
     def wanted(self, chosen:list)->dict: # name of a unit -> set of levels
         "The levels of some places, as `measure` takes them"
         found = {}
@@ -210,6 +217,7 @@ def _together(
     names = {row.name for result in results for row in result.layers}
     return SweepResult(results, sorted(names, key=place.get))
 
+# %% ../../nbs/measure/14_refine.ipynb #2afcf009
 def measure_refined(
     model:nn.Module,    # comes back bit for bit, whatever happens
     units:list,         # what is compressed, one at a time
