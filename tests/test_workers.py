@@ -15,9 +15,14 @@ import torch
 from torch import nn
 from toys import lively, unchanged
 
-from fasterai_sens import Perturbation, SensitivityAnalyzer, Settle, analyze_degradation
+from fasterai_sens import Perturbation, SensitivityAnalyzer, Settle, analyze_degradation, large_final, leave_no_trace, search_targets
+from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.protocol import methods
 from fasterai_sens.core.workers import count_workers, spread
+from fasterai_sens.measure.data import as_eval_fn
+from fasterai_sens.measure.effects import same_score
+from fasterai_sens.plans.meter import Meter
+from fasterai_sens.plans.search import Masker
 
 two = dict(n_jobs=2, verbose=False)
 
@@ -360,6 +365,30 @@ def test_degradation_to_the_bit(compression):
     here, there = (copy.deepcopy(curve.as_dict()) for curve in curves)
     for point in (*here["points"], *there["points"]): point["latency_ms"] = None
     assert repr(here) == repr(there)
+
+
+def test_search_to_the_bit():
+    """Candidates of a stage side by side, if joblib's configuration names processes: the same plan, ranking and count"""
+    net, many = small_net(), torch.randn(400, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    data = many, torch.arange(400) % 4
+    with unchanged(net):
+        here = search_targets(net, x[:1], data, 70, verbose=False)
+        with joblib.parallel_config(n_jobs=2): there = search_targets(net, x[:1], data, 70, verbose=False)
+    assert repr(here.as_dict()) == repr(there.as_dict())
+
+
+def test_candidates_by_workers():
+    """The scores are those of each plan alone, each on its share of the samples, and are counted as such"""
+    net = small_net()
+    units, seen = all_units(net)[0], []
+    meter = Meter(net, Masker(units, "weight", large_final), as_eval_fn((x, y), sample=x[:1]), on_call=seen.append)
+    with leave_no_trace(net):
+        meter.dense()
+        plans = [{units[0].name: pct} for pct in (10, 50, 90)]
+        alone, before = [meter.score(plan, share=.5) for plan in plans], meter.n
+        with in_threads(): together = meter.scores(plans, .5)
+    assert all(map(same_score, alone, together)) and meter.crew is not None
+    assert meter.n - before == pytest.approx(1.5) and len(seen) == 4
 
 
 @pytest.mark.slow

@@ -195,6 +195,25 @@ class Track:
         float
         """
         raise NotImplementedError(f"{type(self).__name__} must say how it measures a plan")
+    def damages(self,
+        plans:list, # of this budget
+        share=1.,   # of the samples
+    )->list:        # of float
+        """The same of several plans
+
+        Parameters
+        ----------
+        plans : list
+            of this budget
+        share : default 1.
+            of the samples
+
+        Returns
+        -------
+        list
+            of float
+        """
+        return [self.damage(plan, share) for plan in plans]
     def get_ready(self,
         runner:Runner, # that the next round starts from
         drawn:list,    # names of the sources that will be asked
@@ -292,7 +311,7 @@ def sift(
     """
     left, after_first = proposals, None
     for share, n in track.stages:
-        damages = [track.damage(plan, share) for plan, *_ in left]
+        damages = track.damages([plan for plan, *_ in left], share)
         order = sorted(range(len(left)), key=damages.__getitem__)
         left = [left[i] for i in order[:n]]
         if after_first is None: after_first = left

@@ -6,6 +6,7 @@
 __all__ = ['SearchResult', 'rank_plans', 'predicted_from', 'Meter', 'looks_twice', 'Contest', 'as_report_fn']
 
 # %% ../../nbs/plans/08_meter.ipynb #82fd3586
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ from ..core.checks import format_table
 from ..core.protocol import methods, scale_of
 from ..core.saving import Saved, revive
 from ..core.plans import LayerTargets, Plan
+from ..core.workers import Crew, count_workers
 from ..methods.sparsify import Sparse
 from ..measure.scores import Score, compare, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_heard, same_score
-from ..measure.loop import check_baseline, evaluate, untouched
+from ..measure.loop import Compared, check_baseline, evaluate, untouched
 
 # %% ../../nbs/plans/08_meter.ipynb #0fee392b
 @dataclass(repr=False)
@@ -288,6 +290,8 @@ class Meter:
         self.sign = -1 if higher_is_better else 1
         self.n = 0        # evaluations so far; of a tenth of the samples a tenth
         self.parts = {}   # share of the samples -> evaluation on those, and what it counts
+        self.untouched = None   # `Score` of the untouched model, once it was evaluated
+        self.crew = None        # the workers, once they were asked
     def score(self,
         plan,        # as `carry` takes it
         around=None, # context manager around this evaluation; None: the usual one
@@ -394,6 +398,69 @@ def damage(self:Meter,
     """
     return self.worth(self.score(plan, share=share))
 
+# %% ../../nbs/plans/08_meter.ipynb #efc853b7
+@patch
+def scores(self:Meter,
+    plans:list, # each as `carry` takes it
+    share=1.,   # of the samples
+)->list:        # of `Score`
+    """`score` of each, in several processes if there are
+
+    Parameters
+    ----------
+    plans : list
+        each as `carry` takes it
+    share : default 1.
+        of the samples
+
+    Returns
+    -------
+    list
+        of `Score`
+    """
+    if count_workers() < 2 or len(plans) < 2 or self.untouched is None:
+        return [self.score(plan, share=share) for plan in plans]
+    if self.crew is None: self.crew = self._find_crew()
+    found = dict(self.crew.do([(plan, share) for plan in plans]))
+    scores = [found[place] for place in range(len(plans))]
+    _, cost = self.on(share)
+    for score in scores: self.count(cost, f"{score.value:.4f}")
+    return scores
+
+@patch
+def _find_crew(self:Meter)->Crew:
+    "Workers with a copy of all this"
+    own = copy.copy(self)
+    own.on_call, own.parts = None, {}
+    return Crew(Compared(partial(_score_one, own), partial(own.score, Plan()), self.untouched))
+
+def _score_one(meter:Meter, item:tuple)->Score:
+    "In a worker: a plan, on a share of the samples"
+    plan, share = item
+    return meter.score(plan, share=share)
+
+@patch
+def damages(self:Meter,
+    plans:list, # each as `carry` takes it
+    share=1.,   # of the samples
+)->list:        # of float
+    """`damage` of each, in several processes if there are
+
+    Parameters
+    ----------
+    plans : list
+        each as `carry` takes it
+    share : default 1.
+        of the samples
+
+    Returns
+    -------
+    list
+        of float
+    """
+    return [self.worth(score) for score in self.scores(plans, share)]
+
+
 # %% ../../nbs/plans/08_meter.ipynb #43b14472
 def looks_twice(
     eval_fn:Callable, # model -> number or per-sample scores
@@ -419,7 +486,8 @@ def dense(self:Meter)->Score:
     "Evaluate the untouched model"
     forget_untouched(self.eval_fn)
     if looks_twice(self.eval_fn, self.around): self.score(Plan(), untouched)
-    return self.score(Plan())
+    self.untouched = self.score(Plan())
+    return self.untouched
 
 @patch
 def baseline(self:Meter)->Score:
@@ -540,7 +608,7 @@ def predict(self:Contest,
     """
     dense = self.dense.value
     there = dense if share == 1 else self.meter.score(Plan(), share=share).value
-    alone = [dense + self.meter.score(plan, share=share).value - there for plan in plans]
+    alone = [dense + score.value - there for score in self.meter.scores(plans, share)]
     return predicted_from(alone, dense, self.meter.sign)
 
 # %% ../../nbs/plans/08_meter.ipynb #edcfc904

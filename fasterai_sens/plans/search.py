@@ -472,6 +472,7 @@ class ShareTrack(Track):
         names = [u.name for u in self.b.units]
         return dict(zip(names, 100*(1 - kept), strict=True))
     def damage(self, plan, share=1.): return self.meter.damage(self.targets(plan), share)
+    def damages(self, plans, share=1.): return self.meter.damages([self.targets(plan) for plan in plans], share)
     def propose(self, source, runner, step, chance):
         how = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}
         return how[source](runner, step, chance)
