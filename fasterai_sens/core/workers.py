@@ -205,6 +205,7 @@ def _attempt(name:str, content:np.ndarray|None, items:dict, n_jobs:int|None)->It
     else:
         with closing(answers): yield from answers
 
+# %% ../../nbs/core/15_workers.ipynb #f577bfb5
 def _tell(said:list, told:set):
     "Give the warnings that were not given before"
     with _alone:   # a worker that is a thread of this process would take them for its own
@@ -269,6 +270,7 @@ class Crew:
                     f"workers were killed {self.n_tries} times in a row, and {len(left)} of {total} tasks are left; "
                     "maybe there is not enough memory for so many copies of the model: give fewer n_jobs") from e
 
+# %% ../../nbs/core/15_workers.ipynb #b5a88b39
 def spread(
     f:Callable,   # item -> result; sent to each worker once
     items,        # what to do, each on its own

@@ -1127,7 +1127,6 @@ def _enter(run:Measurement, steps:list, answers:dict)->dict:
         if one.score is not None: run.scores[p.level, u.name] = one.score
     return found
 
-# %% ../../nbs/measure/07_loop.ipynb #e0e3d837
 def evaluate_steps(
     make:Callable,  # way of evaluating, such as `AsItComes()` -> a fresh `Measurement`
     steps:list,     # of (perturbation, unit)

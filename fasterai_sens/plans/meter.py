@@ -398,6 +398,40 @@ def damage(self:Meter,
     """
     return self.worth(self.score(plan, share=share))
 
+# %% ../../nbs/plans/08_meter.ipynb #43b14472
+def looks_twice(
+    eval_fn:Callable, # model -> number or per-sample scores
+    around:Callable,  # context manager around each evaluation
+)->bool:
+    """Whether the untouched model is evaluated twice: first as it is, for what compares with it, then like all others
+
+    Parameters
+    ----------
+    eval_fn : Callable
+        model -> number or per-sample scores
+    around : Callable
+        context manager around each evaluation
+
+    Returns
+    -------
+    bool
+    """
+    return hasattr(eval_fn, "new_baseline") and around is not untouched
+
+@patch
+def dense(self:Meter)->Score:
+    "Evaluate the untouched model"
+    forget_untouched(self.eval_fn)
+    if looks_twice(self.eval_fn, self.around): self.score(Plan(), untouched)
+    self.untouched = self.score(Plan())
+    return self.untouched
+
+@patch
+def baseline(self:Meter)->Score:
+    "The same, with what counts of it checked. Raises ValueError if that is not a number"
+    objective = None if self.by == "metric" else "objective"
+    return check_baseline(self.dense(), objective_name=objective)
+
 # %% ../../nbs/plans/08_meter.ipynb #efc853b7
 @patch
 def scores(self:Meter,
@@ -459,41 +493,6 @@ def damages(self:Meter,
         of float
     """
     return [self.worth(score) for score in self.scores(plans, share)]
-
-
-# %% ../../nbs/plans/08_meter.ipynb #43b14472
-def looks_twice(
-    eval_fn:Callable, # model -> number or per-sample scores
-    around:Callable,  # context manager around each evaluation
-)->bool:
-    """Whether the untouched model is evaluated twice: first as it is, for what compares with it, then like all others
-
-    Parameters
-    ----------
-    eval_fn : Callable
-        model -> number or per-sample scores
-    around : Callable
-        context manager around each evaluation
-
-    Returns
-    -------
-    bool
-    """
-    return hasattr(eval_fn, "new_baseline") and around is not untouched
-
-@patch
-def dense(self:Meter)->Score:
-    "Evaluate the untouched model"
-    forget_untouched(self.eval_fn)
-    if looks_twice(self.eval_fn, self.around): self.score(Plan(), untouched)
-    self.untouched = self.score(Plan())
-    return self.untouched
-
-@patch
-def baseline(self:Meter)->Score:
-    "The same, with what counts of it checked. Raises ValueError if that is not a number"
-    objective = None if self.by == "metric" else "objective"
-    return check_baseline(self.dense(), objective_name=objective)
 
 # %% ../../nbs/plans/08_meter.ipynb #17eb79b5
 class Contest:
