@@ -11,7 +11,6 @@ from toys import NarrowResNet
 
 from fasterai_sens import Applier, SearchResult, SensitivityAnalyzer, changes, evaluation, fingerprint, search_plan, search_targets
 
-g = torch.Generator().manual_seed(0)
 percent, bits = [25, 50, 75], [8, 4, 3]
 every = list(itertools.combinations(("pruning", "sparsity", "quantization"), 2))
 
@@ -35,7 +34,7 @@ def small():
     """A network with batch norm, images, and sweeps of three methods."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)).eval()
-    images = torch.randn(64, 3, 12, 12, generator=g)
+    images = torch.randn(64, 3, 12, 12, generator=torch.Generator().manual_seed(0))
     return model, images, *sweeps_of(model, images, ("pruning", "sparsity", "quantization"))
 
 
@@ -147,7 +146,7 @@ def test_the_model_comes_back_when_eval_fn_raises(small):
 def test_channels_of_real_networks(arch):
     """Coupled and depthwise layers: one level a group, at equal multiply-accumulates, no worse than any start."""
     torch.manual_seed(0)
-    model, images = arch(num_classes=10).eval(), torch.randn(4, 3, 32, 32, generator=g)
+    model, images = arch(num_classes=10).eval(), torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     (sweep,), eval_fn = sweeps_of(model, images, ["pruning"])
     before = fingerprint(model)
     r = search_plan(model, images[:1], eval_fn, sweep, "60%", "flops", evaluations=2*len({row.group_id or row.name for row in sweep[0].layers}) + 3, verbose=False)
