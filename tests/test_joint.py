@@ -1,4 +1,5 @@
 """The search within any budget: what it promises, on small networks and on ResNet-18."""
+import functools
 import itertools
 import math
 from functools import partial
@@ -10,6 +11,8 @@ from torchvision.models import MobileNetV2
 from toys import NarrowResNet
 
 from fasterai_sens import Applier, SearchResult, SensitivityAnalyzer, changes, evaluation, fingerprint, search_plan, search_targets
+from fasterai_sens.measure.curvature import Curvature
+from fasterai_sens.plans.joint import LevelTrack
 
 percent, bits = [25, 50, 75], [8, 4, 3]
 every = list(itertools.combinations(("pruning", "sparsity", "quantization"), 2))
@@ -217,3 +220,137 @@ def with_objective(sweep):
         r.objective_name, r.baseline_objective = "loss", 0.
         for row in r.layers: row.objective, row.objective_delta = row.delta, row.delta
     return sweep
+
+
+# ---- the race, for data as `eval_fn`
+
+
+def losses_of(preds, targs):
+    """Cross-entropy of each sample."""
+    return nn.functional.cross_entropy(preds, targs, reduction="none")
+
+
+def hits(preds, targs):
+    """Whether each sample is right."""
+    return (preds.argmax(1) == targs).float()
+
+
+@pytest.fixture(scope="module")
+def data_of(small):
+    """Name of an objective -> an evaluation of the small network's own answers, in uneven batches, and sweeps by it."""
+    model, images, *_ = small
+    right = model(images).argmax(1)
+    batches = [(images[i:i + 20], right[i:i + 20]) for i in range(0, 64, 20)]
+
+    @functools.cache
+    def of(objective):
+        eval_fn = evaluation(batches, hits, losses_of if objective == "loss" else objective)
+        analyzer = SensitivityAnalyzer(model, images[:1], eval_fn)
+        return eval_fn, [analyzer.sweep(m, bits if m == "quantization" else percent, verbose=False) for m in ("pruning", "sparsity", "quantization")]
+
+    return of
+
+
+def searched(small, data_of, objective="loss", which=(1,), budget=None, **options):
+    """A short race."""
+    eval_fn, sweeps = data_of(objective)
+    names = [("pruning", "sparsity", "quantization")[i] for i in which]
+    options = dict(combine=list(itertools.combinations(names, 2)), evaluations=14, verbose=False) | options
+    return search_plan(small[0], small[1][:1], eval_fn, [sweeps[i] for i in which], budget or {"params": "40%"}, **options)
+
+
+joint = (0, 1, 2), {"bytes": "12%", "flops": "60%"}
+
+
+@pytest.mark.parametrize(("objective", "which", "budget"), [("loss", (0,), {"flops": "50%"}), ("loss", (1,), {"params": "40%"}), ("kl", (2,), {"bytes": "20%"}), ("kl", *joint), (None, *joint)])
+def test_race_keeps_budgets_and_leaves_no_trace(small, data_of, objective, which, budget):
+    """With gradients of a loss and of a divergence, and without any; what it found measured no worse than any start, and is worth it outside the search."""
+    model, images, *_ = small
+    before = fingerprint(model)
+    r = searched(small, data_of, objective, which, budget)
+    assert changes(before, fingerprint(model)) == []
+    eval_fn = data_of(objective)[0]
+    eval_fn.new_baseline()
+    eval_fn(model)
+    worth = {}
+    for name, plan in r.plans.items():
+        applier = Applier(model, images[:1], settings=r.settings)
+        costs = applier.costs(plan, tuple(r.budgets), really=True)
+        assert all(costs[n] <= b*(1 + 1e-9) for n, b in r.budgets.items())
+        with applier(plan): score = eval_fn(model)
+        worth[name] = -float(score.mean()) if objective is None else float(score[1].mean())
+    assert worth["search"] <= min(worth.values()) + 1e-5
+
+
+def test_race_counts_samples(small, data_of):
+    """Every sample that the network sees is in the number: a part counts its share, a backward pass as two forward passes; what is asked for is not exceeded."""
+    model, images, *_ = small
+    for which, limit in (((0,), 12), ((2,), 30)):
+        seen = []
+        hook = model.register_forward_hook(lambda m, args, out, seen=seen: seen.append(len(args[0])*(3 if out.requires_grad else 1)))
+        with torch.no_grad(): r = searched(small, data_of, which=which, budget={"flops": "50%"} if which == (0,) else {"bytes": "20%"}, evaluations=limit)
+        hook.remove()
+        n_alone = sum(map(len, r.plan.values()))
+        assert 0 <= sum(seen)/64 - r.evaluations + 1 < 1.6   # the door looks at one sample, a few times
+        assert r.evaluations <= limit + 2 + len(r.plans) + n_alone/6
+
+
+def test_race_is_the_same_each_time(small, data_of):
+    """Whatever the random state, and whatever the evaluation was used for before."""
+    one = searched(small, data_of, "kl", (0, 2), {"bytes": "20%"})
+    torch.rand(3), data_of("kl")[0](nn.Sequential(nn.Flatten(), nn.Linear(432, 5)))
+    assert searched(small, data_of, "kl", (0, 2), {"bytes": "20%"}) == one
+
+
+def test_race_is_interrupted_at_any_time(small, data_of, monkeypatch):
+    """In an evaluation on a part, in the backward pass, and while the moves are read off: the model comes back."""
+    model = small[0]
+    before = fingerprint(model)
+    for place in ("damage", "get_ready", "cheapest"):
+        really, calls = getattr(LevelTrack, place), itertools.count()
+
+        def fragile(self, *args, really=really, calls=calls, **kwargs):
+            if next(calls) == 2: raise KeyboardInterrupt
+            return really(self, *args, **kwargs)
+
+        with monkeypatch.context() as m:
+            m.setattr(LevelTrack, place, fragile)
+            with pytest.raises(KeyboardInterrupt): searched(small, data_of, which=(0, 2), budget={"bytes": "20%"})
+        assert changes(before, fingerprint(model)) == []
+
+    def breaks(self, tensors, differences): raise KeyboardInterrupt
+    monkeypatch.setattr(Curvature, "terms", breaks)
+    with pytest.raises(KeyboardInterrupt): searched(small, data_of, which=(2,), budget={"bytes": "20%"})
+    assert changes(before, fingerprint(model)) == []
+
+
+def test_race_keeps_bounds_locked_and_pairs(small, data_of):
+    """Every proposal is within them, so the winner is."""
+    r = searched(small, data_of, budget={"params": "45%"}, locked=["0"], bounds={"8": (0, 50)})
+    assert all("0" not in plan.sparsity and plan.sparsity["8"] <= 50 for plan in r.plans.values())
+    r = searched(small, data_of, which=(0, 1), budget={"params": "60%"}, combine=(), bounds={"3": {"pruning": (25, 75)}})
+    for plan in r.plans.values():
+        assert 25 <= plan.pruning["3"] <= 75 and not plan.sparsity.get("3")
+        assert not any(plan.pruning.get(n) and plan.sparsity.get(n) for n in ("0", "3", "8"))
+    still = searched(small, data_of, which=(2,), budget={"bytes": "22%"}, locked={"0": 8, "3": 4, "8": 4})   # nothing may move: the race ends at once
+    assert still.plans["search"].quantization == {"0": 8, "3": 4, "8": 4}
+
+
+def test_a_look_that_is_no_number(small, data_of):
+    """Where gradients break, the sweeps say what moves do."""
+    model, images, *_ = small
+    eval_fn, sweeps = data_of("loss")
+
+    def steep(preds, targs): return losses_of(preds, targs) + (preds - preds.detach()).abs().sqrt().sum(1)   # an infinite slope
+
+    r = search_plan(model, images[:1], evaluation(eval_fn.data, hits, steep), sweeps[2], {"bytes": "20%"}, evaluations=25, verbose=False)
+    assert math.isfinite(r.measured_metric) and r.evaluations > 10
+
+
+def test_rounded_activations_are_not_seen_by_gradients(small, data_of):
+    """Their slope is zero or wrong, so there is no look, and the race goes by the sweeps."""
+    model, images, *_ = small
+    eval_fn, _ = data_of("loss")
+    sweep = SensitivityAnalyzer(model, images[:1], eval_fn, calibration_data=images).sweep("quantization", [8, 4], verbose=False, quant_activations=True)
+    r = search_plan(model, images[:1], eval_fn, sweep, {"bytes": "22%"}, evaluations=10, calibration_data=images, verbose=False)
+    assert r.plan.costs["bytes"] <= r.budgets["bytes"]

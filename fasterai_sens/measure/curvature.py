@@ -471,6 +471,7 @@ def by_inputs(
 def through_gates(
     group:ChannelGroup,
     gradients:dict,     # tensor -> gradient
+    whole=(),           # tensor -> its numbers if no channel were closed; others are taken as they are
 )->Tensor:              # one for each channel of the root
     """Gradient with respect to a gate on each channel: weight times gradient, over all that read it
 
@@ -480,6 +481,8 @@ def through_gates(
         a `ChannelGroup`: layers whose output channels can only be removed together
     gradients : dict
         tensor -> gradient
+    whole : default ()
+        tensor -> its numbers if no channel were closed; others are taken as they are
 
     Returns
     -------
@@ -488,7 +491,8 @@ def through_gates(
     """
     total = torch.zeros(n_outputs(group.root))
     for part, unit in readers(group):
-        by_group = by_inputs(part, unit, gradients[unit.weight]*unit.weight.detach())
+        numbers = dict(whole).get(unit.weight, unit.weight.detach())
+        by_group = by_inputs(part, unit, gradients[unit.weight]*numbers)
         all_but_inputs = (1, *range(3, by_group.dim()))
         of_inputs = by_group.sum(all_but_inputs).flatten().cpu().float()
         total.index_add_(0, torch.tensor(part.roots), of_inputs[torch.tensor(part.idxs)])
@@ -522,6 +526,8 @@ class Curvature:
         mean of the objective
     n : int, default 0
         samples that were looked at
+    whole : dict, default dict()
+        tensor -> its numbers if no channel were closed, where some are
     cost : int, default 0
         forward passes of one sample that it took; a backward pass counts as two
     """
@@ -530,6 +536,7 @@ class Curvature:
     gates:dict=field(default_factory=dict)   # name of a group -> (slope, Fisher) of each channel of its root
     value:float=0.   # mean of the objective
     n:int=0          # samples that were looked at
+    whole:dict=field(default_factory=dict)   # tensor -> its numbers if no channel were closed, where some are
     cost:int=0       # forward passes of one sample that it took; a backward pass counts as two
 
 @patch
@@ -579,7 +586,7 @@ def add(self:Curvature,
         _add(self.slopes, t, slopes[t]*piece.n)
         _add(self.fishers, t, steep[t].square()*scale)
     for g in groups:
-        slope, fisher = (through_gates(g, of) for of in (slopes, steep))
+        slope, fisher = (through_gates(g, of, self.whole) for of in (slopes, steep))
         self._add_gate(g.name, slope*piece.n, fisher.square()*scale)
     self.value += piece.loss.item()*piece.n
     self.n += piece.n
@@ -638,6 +645,31 @@ def curvature(
 
 # %% ../../nbs/measure/09_curvature.ipynb #8ea7484c
 @patch
+def terms(self:Curvature,
+    tensors:list, # whose numbers change
+    changes:list, # how much, same shapes
+)->tuple:         # what the objective adds: by the slope, and by the curvature
+    """What the objective adds when these tensors change by that
+
+    Parameters
+    ----------
+    tensors : list
+        whose numbers change
+    changes : list
+        how much, same shapes
+
+    Returns
+    -------
+    tuple
+        what the objective adds: by the slope, and by the curvature
+    """
+    by_slope = by_bend = 0.
+    for t, d in zip(tensors, changes, strict=True):
+        by_slope += float((self.slopes[t]*d).sum())
+        by_bend += float((self.fishers[t]*d.square()).sum())/2
+    return by_slope, by_bend
+
+@patch
 def rise(self:Curvature,
     tensors:list, # of the unit, as they were when the curvature was taken
     changed:list, # the same after a change
@@ -655,11 +687,36 @@ def rise(self:Curvature,
     -------
     float
     """
-    total = 0.
-    for t, new in zip(tensors, changed, strict=True):
-        d = new - t.detach()
-        total += float((self.slopes[t]*d + .5*self.fishers[t]*d.square()).sum())
-    return total
+    changes = [new - t.detach() for t, new in zip(tensors, changed, strict=True)]
+    return sum(self.terms(tensors, changes))
+
+@patch
+def gate_terms(self:Curvature,
+    name:str,     # of a group
+    closed,       # its channels whose gates close
+    opened=(),    # those whose gates open
+)->tuple:         # what the objective adds: by the slope, and by the curvature
+    """What the objective adds when channels of a group go, and others come back
+
+    Parameters
+    ----------
+    name : str
+        of a group
+    closed
+        its channels whose gates close
+    opened : default ()
+        those whose gates open
+
+    Returns
+    -------
+    tuple
+        what the objective adds: by the slope, and by the curvature
+    """
+    slope, fisher = self.gates[name]
+    closed, opened = list(closed), list(opened)
+    by_slope = slope[opened].sum() - slope[closed].sum()
+    by_bend = fisher[opened].sum() + fisher[closed].sum()
+    return float(by_slope), float(by_bend)/2
 
 @patch
 def rises(self:Curvature,
@@ -693,6 +750,5 @@ def rises(self:Curvature,
 @patch
 def _closed(self:Curvature, group:ChannelGroup, perturb)->float:
     "What the objective adds when channels are closed that the perturbation would take out"
-    gone = torch.tensor([c for granule in perturb.goes(group) for c in granule], dtype=torch.long)
-    slope, fisher = self.gates[group.name]
-    return float((fisher/2 - slope)[gone].sum())
+    gone = [c for granule in perturb.goes(group) for c in granule]
+    return sum(self.gate_terms(group.name, gone))

@@ -51,6 +51,8 @@ class Along(Curvature):
         mean of the objective
     n : int, default 0
         samples that were looked at
+    whole : dict, default dict()
+        tensor -> its numbers if no channel were closed, where some are
     cost : int, default 0
         forward passes of one sample that it took; a backward pass counts as two
     seen : list, default list()

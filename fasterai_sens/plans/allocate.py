@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['most_plans', 'barred_by', 'excluding', 'saved_by', 'Problem', 'picks', 'is_within', 'ask_again', 'within',
-           'rises_around', 'choose_around', 'improve', 'stepwise', 'fits', 'best_of_all', 'interactions', 'all_moves',
-           'exchange', 'best_within', 'says_what_it_saves', 'check_sweep', 'check_same_measure', 'by_method',
-           'check_pairs', 'check_criteria', 'check_table', 'all_pairs', 'prepare', 'cost_table', 'set_up', 'Counted',
-           'find_plan', 'allocate']
+           'rises_around', 'choose_within', 'choose_around', 'improve', 'stepwise', 'fits', 'best_of_all',
+           'interactions', 'all_moves', 'exchange', 'best_within', 'says_what_it_saves', 'check_sweep',
+           'check_same_measure', 'by_method', 'check_pairs', 'check_criteria', 'check_table', 'all_pairs', 'prepare',
+           'cost_table', 'set_up', 'Counted', 'find_plan', 'allocate']
 
 # %% ../../nbs/plans/06_allocate.ipynb #311368f0
 import math
@@ -414,6 +414,53 @@ def rises_around(
         rises[name] = rows
     return rises
 
+def choose_within(
+    damage:list,     # of each option of each choice
+    rises:dict,      # cost -> for each choice what each of its options adds
+    choices:list,    # of `Choice`
+    budgets:dict,    # cost -> number
+    applier:Applier, # of the model
+    apart:list,      # from `excluding`
+    gap=None,        # as in `choose`
+    tries:int=6,     # how often to ask for more
+)->list|None:        # index of an option for each choice
+    """The best choice that was counted to be within the budgets; None if none was found
+
+    Parameters
+    ----------
+    damage : list
+        of each option of each choice
+    rises : dict
+        cost -> for each choice what each of its options adds
+    choices : list
+        of `Choice`
+    budgets : dict
+        cost -> number
+    applier : Applier
+        of the model
+    apart : list
+        from `excluding`
+    gap : default None
+        as in `choose`
+    tries : int, default 6
+        how often to ask for more
+
+    Returns
+    -------
+    list|None
+        index of an option for each choice
+    """
+    ask, n_options = dict(budgets), sum(map(len, damage))
+    for _ in range(tries):
+        report(f"choosing among {n_options} options")
+        try: new = choose(damage, rises, ask, gap, apart)
+        except ValueError: return None
+        plan = planned([(choice, choice.levels[i]) for choice, i in zip(choices, new, strict=True)])
+        got = applier.costs(plan, tuple(budgets))
+        if is_within(got, budgets): return new
+        for name, budget in budgets.items():
+            if not is_within(got, {name: budget}): ask[name] -= 1.001*(got[name] - budget)
+
 def choose_around(
     damage:list,     # of each option of each choice
     choices:list,    # of `Choice`
@@ -421,10 +468,7 @@ def choose_around(
     budgets:dict,    # cost -> number
     applier:Applier, # of the model
     apart:list,      # from `excluding`
-    moves=None,      # most choices that may change; None: all
     gap=None,        # as in `choose`
-    costs:list|None=None, # from `option_costs`, if it is known; None: count now
-    tries:int=6,     # how often to ask for more
 )->list|None:        # index of an option for each choice
     """The best choice within the budgets, with savings as they are around the present one; None if none was found
 
@@ -442,35 +486,17 @@ def choose_around(
         of the model
     apart : list
         from `excluding`
-    moves : default None
-        most choices that may change; None: all
     gap : default None
         as in `choose`
-    costs : list|None, default None
-        from `option_costs`, if it is known; None: count now
-    tries : int, default 6
-        how often to ask for more
 
     Returns
     -------
     list|None
         index of an option for each choice
     """
-    costs = costs or option_costs(applier, choices, picked, tuple(budgets))
-    rises, ask = rises_around(costs, picked, budgets), dict(budgets)
-    if moves is not None:
-        rises["moves"] = [(np.arange(len(of)) != i).astype(float) for i, of in zip(picked, damage, strict=True)]
-        ask["moves"] = moves
-    n_options = sum(map(len, damage))
-    for _ in range(tries):
-        report(f"choosing among {n_options} options")
-        try: new = choose(damage, rises, ask, gap, apart)
-        except ValueError: return None
-        plan = planned([(choice, choice.levels[i]) for choice, i in zip(choices, new, strict=True)])
-        got = applier.costs(plan, tuple(budgets))
-        if is_within(got, budgets): return new
-        for name, budget in budgets.items():
-            if not is_within(got, {name: budget}): ask[name] -= 1.001*(got[name] - budget)
+    costs = option_costs(applier, choices, picked, tuple(budgets))
+    rises = rises_around(costs, picked, budgets)
+    return choose_within(damage, rises, choices, budgets, applier, apart, gap)
 
 # %% ../../nbs/plans/06_allocate.ipynb #aa5c5538
 def improve(

@@ -23,6 +23,7 @@ from ..core.workers import Crew, count_workers
 from ..methods.sparsify import Sparse
 from ..measure.scores import Score, compare, why_no_ci
 from ..measure.objectives import forget_untouched
+from ..measure.curvature import has_gradients, pieces_of
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_heard, same_score
 from ..measure.loop import Compared, check_baseline, evaluate, untouched
@@ -494,6 +495,13 @@ def damages(self:Meter,
     """
     return [self.worth(score) for score in self.scores(plans, share)]
 
+# %% ../../nbs/plans/08_meter.ipynb #8d6df921
+@patch
+def pieces(self:Meter)->Callable|None:
+    "What takes the pieces of an evaluation for `curvature`, by what a search makes small; None: no gradients"
+    def by_pieces(eval_fn): return pieces_of(eval_fn, self.by, self.higher_is_better)
+    return by_pieces if has_gradients(self.model, by_pieces(self.eval_fn)) else None
+
 # %% ../../nbs/plans/08_meter.ipynb #17eb79b5
 class Contest:
     """Plans of one budget, measured side by side
@@ -534,6 +542,21 @@ class Contest:
         worths = {name: self.meter.worth(score) for name, score in self.scores.items()}
         best = min(worths, key=worths.get)
         return best, worths[best]
+
+# %% ../../nbs/plans/08_meter.ipynb #76561b6f
+@patch
+def in_order(self:Contest)->list: # of (name, damage)
+    """The plans that measured a number so far, best first
+
+    Returns
+    -------
+    list
+        of (name, damage)
+    """
+    worths = [(name, self.meter.worth(score)) for name, score in self.scores.items()]
+    usable = [(name, worth) for name, worth in worths if math.isfinite(worth)]
+    def by_damage(pair): return pair[1]
+    return sorted(usable, key=by_damage)
 
 # %% ../../nbs/plans/08_meter.ipynb #59e2f40a
 @patch

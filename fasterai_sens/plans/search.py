@@ -31,7 +31,7 @@ from ..measure.data import as_eval_fn
 from ..measure.effects import check_effect
 from ..measure.loop import ticker
 from ..measure.norms import recalibrating
-from ..measure.curvature import Curvature, curvature, has_gradients, has_parts, pieces_of
+from ..measure.curvature import Curvature, curvature, has_parts
 from .baselines import Budget, baselines, budget
 from .targets import inverse_sensitivity, least_total
 from .exchange import Runner, Space, Track, exchange, probe, race
@@ -964,11 +964,6 @@ def find_shares(
     return LayerTargets(contest.plans[first])
 
 # %% ../../nbs/plans/09_search.ipynb #14e11732
-def _pieces_by(meter:Meter)->Callable|None:
-    "What takes the pieces of an evaluation, the objective or the metric as the search goes by it; None: no gradients"
-    def pieces(eval_fn): return pieces_of(eval_fn, meter.by, meter.higher_is_better)
-    return pieces if has_gradients(meter.model, pieces(meter.eval_fn)) else None
-
 def race_shares(
     contest:Contest, # of the plans to start from, carried out by a `Masker`
     b:Budget,        # what all plans keep to
@@ -995,14 +990,13 @@ def race_shares(
     LayerTargets
     """
     meter, last = contest.meter, contest.meter.n + calls
-    track = ShareTrack(meter, b, _pieces_by(meter))
-    worths = {name: meter.worth(score) for name, score in contest.scores.items()}
-    usable = sorted((name for name in worths if math.isfinite(worths[name])), key=worths.get)
+    track = ShareTrack(meter, b, meter.pieces())
+    usable = contest.in_order()
     if not usable: raise ValueError("no plan to start from has a metric that is a number; use a lower target_pct")
-    starts = [(_kept(contest.plans[name]), worths[name]) for name in usable]
-    best = race(track, starts, last)
-    if best.damage < worths[usable[0]]: return b.targets(100*(1 - best.plan))
-    return LayerTargets(contest.plans[usable[0]])
+    best = race(track, [(_kept(contest.plans[name]), damage) for name, damage in usable], last)
+    first, least = usable[0]
+    if best.damage < least: return b.targets(100*(1 - best.plan))
+    return LayerTargets(contest.plans[first])
 
 # %% ../../nbs/plans/09_search.ipynb #f8c67027
 def _zeros(masker:Masker, plan:LayerTargets)->float:
