@@ -78,16 +78,19 @@ def inverse(item):
     return 1/item
 
 
-def is_done_by_workers(folder):
-    """All of it with a worker killed, an error as here, and a sweep equal to the bit"""
+def one_sweep(**options):
+    """The same each time, in this process or under what is active"""
+    return plain(SensitivityAnalyzer(small_net(), x[:1], (x, y)).sweep("sparsity", [50, 80], verbose=False, **options))
+
+
+def swept_by_workers(folder):
+    """A sweep, after a worker was killed and nothing was lost, and after an error that came as here"""
     mark = Path(folder)/"killed"
     found = dict(spread(lambda item: killed_once(mark, item), range(6)))
     assert [found[i][0] for i in range(6)] == list(range(6))
     assert mark.exists() and os.getpid() not in {pid for _, pid in found.values()}
     with pytest.raises(ZeroDivisionError): list(spread(inverse, [1, 0]))
-    one = SensitivityAnalyzer(small_net(), x[:1], (x, y))
-    spread_out = one.sweep("sparsity", [50, 80], verbose=False)
-    assert plain(spread_out) == plain(one.sweep("sparsity", [50, 80], n_jobs=1, verbose=False))
+    return one_sweep()
 
 
 def under_what(_):
@@ -398,7 +401,7 @@ def test_dask(tmp_path):
     from dask.distributed import Client, LocalCluster
 
     with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster):
-        with joblib.parallel_config(backend="dask"): is_done_by_workers(tmp_path)
+        with joblib.parallel_config(backend="dask"): assert swept_by_workers(tmp_path) == one_sweep(n_jobs=1)
 
 
 @pytest.mark.slow
@@ -410,7 +413,7 @@ def test_ray(tmp_path):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])   # Ray's processes do not find this file
     try:
         register_ray()
-        with joblib.parallel_config(backend="ray", n_jobs=2): is_done_by_workers(tmp_path)
+        with joblib.parallel_config(backend="ray", n_jobs=2): assert swept_by_workers(tmp_path) == one_sweep(n_jobs=1)
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         ray.shutdown()
