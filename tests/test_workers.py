@@ -342,8 +342,11 @@ def test_interrupt(tmp_path):
         os.kill(parent, signal.SIGINT)
 
     net, parent = small_net(), os.getpid()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # a process that was started in the background ignores it
     threading.Thread(target=interrupt, daemon=True).start()
-    with unchanged(net), pytest.raises(KeyboardInterrupt): SensitivityAnalyzer(net, x[:1], slow).sweep("sparsity", list(range(5, 95)), **two)
+    try:
+        with unchanged(net), pytest.raises(KeyboardInterrupt): SensitivityAnalyzer(net, x[:1], slow).sweep("sparsity", list(range(5, 95)), **two)
+    finally: signal.signal(signal.SIGINT, before)
     workers, until = [int(f.name) for f in tmp_path.iterdir()], time.time() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.time() < until: time.sleep(.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
