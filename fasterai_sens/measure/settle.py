@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['most_at_stake', 'least_for_losses', 'log_wealth', 'Bets', 'SkewedMean', 'Settle', 'list_looks', 'find_places',
            'Trials', 'settle_scores', 'merged', 'Block', 'in_blocks', 'score_sums', 'join_scores', 'Candidate',
-           'Settling', 'Tally', 'measure_settled']
+           'Settling', 'Tally']
 
 # %% ../../nbs/measure/13_settle.ipynb #2af1d08e
 import math
@@ -1026,12 +1026,12 @@ def _by_level(settling:Settling, refused:list, base:Score)->dict: # level -> (ro
     return found
 
 # %% ../../nbs/measure/13_settle.ipynb #4c584549
-def measure_settled(
+@patch
+def measure(self:Settle,
     model:nn.Module,    # comes back bit for bit, whatever happens
     units:list,         # what is compressed, one at a time
     perturbations:list, # of `Perturbation`, the levels
     eval_fn,            # data: `evaluation(...)`, or what `as_eval_fn` makes of a pair or a DataLoader
-    settle:Settle,      # what is asked
     *, name:str="",     # of the method, for the results
     skipped=(),         # (name, reason) of what was left out before
     metric_name="accuracy", # for the results
@@ -1058,8 +1058,6 @@ def measure_settled(
         of `Perturbation`, the levels
     eval_fn
         data: `evaluation(...)`, or what `as_eval_fn` makes of a pair or a DataLoader
-    settle : Settle
-        what is asked
     name : str, default ""
         of the method, for the results
     skipped : default ()
@@ -1086,10 +1084,10 @@ def measure_settled(
     SweepResult
     """
     check_training(eval_fn, perturbations)
-    blocks = in_blocks(eval_fn, settle)
+    blocks = in_blocks(eval_fn, self)
     steps = list_steps(mildest_first(perturbations), units, wanted)
     candidates, refused = _split_refused(steps)
-    settling, tally, tried = Settling(settle, candidates, blocks, higher_is_better), Tally(reuse), []
+    settling, tally, tried = Settling(self, candidates, blocks, higher_is_better), Tally(reuse), []
     check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
     with workbench(model) as bench:
         bar = progress(blocks, verbose)
@@ -1108,34 +1106,5 @@ def measure_settled(
     about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
     found = _by_level(settling, refused, base)
     sweep = as_results(model, units, perturbations, found, base, skipped=skipped, **about)
-    for result in sweep: result.settings = result.settings | {"adaptive": str(settle)}
+    for result in sweep: result.settings = result.settings | {"adaptive": str(self)}
     return sweep
-
-@patch
-def measure(self:Settle,
-    model:nn.Module,    # comes back bit for bit, whatever happens
-    units:list,         # what is compressed, one at a time
-    perturbations:list, # of `Perturbation`, the levels
-    eval_fn,            # data, as `measure_settled` takes it
-    **about,            # the same
-)->SweepResult:
-    """`measure_settled` with this question
-
-    Parameters
-    ----------
-    model : nn.Module
-        comes back bit for bit, whatever happens
-    units : list
-        what is compressed, one at a time
-    perturbations : list
-        of `Perturbation`, the levels
-    eval_fn
-        data, as `measure_settled` takes it
-    **about
-        the same
-
-    Returns
-    -------
-    SweepResult
-    """
-    return measure_settled(model, units, perturbations, eval_fn, self, **about)
