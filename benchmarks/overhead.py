@@ -4,10 +4,12 @@
     python benchmarks/overhead.py --models resnet18 --methods sparsity --each
     python benchmarks/overhead.py --memory                         # peak memory beyond a model of 2 GB
 
-The evaluation is free: it notes the time and returns how often it was called. What lies between two evaluations is what one unit costs: the
+The evaluation is free: it notes the time and returns how often it was called. What lies between two evaluations of units is what one unit costs: the
 one before is put back, this one is compressed. Times are CPU time of the one thread there is, so that a busy machine counts little. `limit` is
-2 ms and three copies of the unit's weight (for pruning 10 ms), and `within` the share of units that keep to it. `whole` is the time of
-`analyze` from beginning to end, for each unit. Units are at the default level; the analyzer is made before.
+2 ms and three copies of the unit's weight (for pruning 10 ms), and `within` the share of units that keep to it. Copies are timed unit after unit, as
+an analysis comes by them, and not one weight again and again. `whole` is the time of `analyze` from beginning to end, for each unit, with the look at
+all weights after the baseline and at the end. Units are at the default level; the analyzer is made before. Each analysis runs `--rounds` times, and a
+unit's time is the median of them.
 """
 import argparse
 import resource
@@ -59,39 +61,39 @@ class Free:
         return float(len(self.times))
 
 
-def copy_ms(tensors):
-    """Milliseconds of one copy of all of them, the median of five"""
-    found = []
-    for _ in range(5):
-        start = time.thread_time()
-        for t in tensors:
-            t.detach().clone()
-        found.append(time.thread_time() - start)
-    return 1e3*float(np.median(found))
-
-
 def copies(analyzer, result):
-    """One number for each evaluation: the time to copy the weights of that unit"""
+    """One number for each evaluation: the milliseconds in which the weights of that unit are copied, the median of five rounds"""
     weights, groups = {u.name: u.weight for u in analyzer.units}, {}
     for row in result.layers:
         if row.prunable:
             key = row.name if result.compression_type != "pruning" else row.group_id or row.name
             groups.setdefault(key, []).append(weights[row.name])
-    return np.array([copy_ms(tensors) for tensors in groups.values()])
+    found = np.zeros([5, len(groups)])
+    for times in found:
+        for i, tensors in enumerate(groups.values()):
+            start = time.thread_time()
+            for t in tensors:
+                t.detach().clone()
+            times[i] = time.thread_time() - start
+    return 1e3*np.median(found, 0)
 
 
-def overhead(name, method, n_layers=None, each=False):
+def overhead(name, method, n_layers=None, each=False, rounds=3):
     """A row of the table"""
     torch.manual_seed(0)
     make, shape = models[name]
     model, free = make().eval(), Free()
     analyzer = SensitivityAnalyzer(model, torch.randn(shape), free)
     layers = [u.name for u in analyzer.units][:n_layers]
-    start = time.thread_time()
-    result = analyzer.analyze(method, layers=layers, verbose=False)
-    whole = time.thread_time() - start
-    between = 1e3*np.diff(free.times)
-    each_copy = copies(analyzer, result)
+    found, wholes, all_copies = [], [], []
+    for _ in range(rounds):
+        start = time.thread_time()
+        result = analyzer.analyze(method, layers=layers, verbose=False)
+        wholes.append(time.thread_time() - start)
+        found.append(1e3*np.diff(free.times)[1:])   # without what comes after the baseline
+        free.times.clear()
+        all_copies.append(copies(analyzer, result)[1:])
+    whole, between, each_copy = np.median(wholes), np.median(found, 0), np.median(all_copies, 0)
     limits = np.full(len(between), 10.) if method == "pruning" else 2 + 3*each_copy
     if each:
         for i in np.argsort(limits - between)[:20]:
@@ -125,6 +127,7 @@ def main():
     parser.add_argument("--models", nargs="+", default=["resnet18", "densenet121", "resnet152", "chain"], choices=models)
     parser.add_argument("--methods", nargs="+", default=methods)
     parser.add_argument("--layers", type=int, help="only so many")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--each", action="store_true", help="the units furthest beyond their limit, too")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -138,7 +141,7 @@ def main():
         print("ms for each unit                   units    median      mean      most      copy     limit    within %   whole   seconds")
         for name in args.models:
             for method in args.methods:
-                overhead(name, method, args.layers, args.each)
+                overhead(name, method, args.layers, args.each, args.rounds)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from toys import all_pairs
 
 from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, changes, fingerprint
 from fasterai_sens.core import keeping
+from fasterai_sens.core.layers import find_units
+from fasterai_sens.methods.sparsify import keep_mask
 
 torch.set_num_threads(1)
 x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
@@ -82,6 +84,43 @@ def test_weights_come_back_from_memory_and_from_a_file(monkeypatch, most, at):
     with pytest.raises(ValueError, match=r"changed the weights of the model \(8.weight\)"):
         SensitivityAnalyzer(model, x, eval_fn, reuse=False).analyze(verbose=False)
     assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("at", [1, 2, 6, 9])
+def test_statistics_written_past_the_count_reach_no_other_row(at):
+    """Buffers are put back where PyTorch counts a change; other changes are looked for, and all is measured again"""
+    def moves(m):
+        calls.append(1)
+        value = score(m)
+        if len(calls) >= at:
+            m[5].running_var.data.add_(1)
+        return value
+
+    model, calls = network(), []
+    before = fingerprint(model)
+    expected = rows(SensitivityAnalyzer(model, x, score, reuse=False).analyze("quantization", 3, verbose=False))
+    assert rows(SensitivityAnalyzer(model, x, moves, reuse=False).analyze("quantization", 3, verbose=False)) == expected
+    assert changes(before, fingerprint(model)) == []
+
+
+layouts = dict(
+    plain=lambda w: w, channels_last=lambda w: w.contiguous(memory_format=torch.channels_last), ties=lambda w: w.mul(20).round(),
+    undefined=lambda w: w.masked_fill(w > 1, float("nan")), infinite=lambda w: w.div(w.abs().gt(1)), half=lambda w: w.half(),
+    transposed=lambda w: w.transpose(0, 1))
+
+
+@pytest.mark.parametrize("layout", layouts)
+@pytest.mark.parametrize("pct", [.01, 50, 99.9, 100])
+def test_the_short_way_to_zeros_ends_at_the_same_bits(layout, pct):
+    """As a mask of all magnitudes, where every number is looked at as a score"""
+    w = layouts[layout](torch.randn(96, 64, 5, 5, generator=torch.Generator().manual_seed(0)))
+    conv = nn.Conv2d(64, 96, 5, dtype=w.dtype)
+    conv.weight = nn.Parameter(w)
+    expected = w.where(keep_mask(w.float().abs(), pct), torch.zeros((), dtype=w.dtype))
+    with Sparse(pct)(conv, find_units(conv)[0][0]):
+        assert conv.weight.stride() == w.stride()
+        assert torch.equal(conv.weight.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert torch.equal(conv.weight.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
 
 
 class Walked(nn.Sequential):

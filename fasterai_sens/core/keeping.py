@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['most_in_memory', 'keep_modules', 'watch_modules', 'keep_containers', 'keep_objects', 'forget_casts', 'casts_not_kept',
-           'keep_values', 'is_plain', 'Spare', 'keep_grads']
+           'keep_values', 'is_plain', 'Spare', 'Tray', 'keep_grads']
 
 # %% ../../nbs/core/02_keeping.ipynb #b531a5f7
 import random
@@ -339,6 +339,68 @@ class Spare:
         """
         for t in tensors: self.back[id(t)]()
         forget_casts()
+
+# %% ../../nbs/core/02_keeping.ipynb #112988fc
+class Tray:
+    """Room for the numbers of a few tensors at a time, in memory that is used again
+
+    Parameters
+    ----------
+    largest : list, default ()
+        tensors, of which one at a time will be kept; for more the room grows
+    """
+    def __init__(self,
+        largest:list=(), # tensors, of which one at a time will be kept; for more the room grows
+    ):
+        sizes = [_rounded_size(t) for t in largest if _fits(t)]
+        self.n_bytes, self.room = max(sizes, default=0), None
+    def _clear(self, n_bytes:int)->Tensor:
+        "Memory for that much; what nobody writes to takes none"
+        if self.room is None or len(self.room) < n_bytes:
+            self.n_bytes = max(self.n_bytes, n_bytes)
+            self.room = torch.empty(self.n_bytes, dtype=torch.uint8)
+        return self.room
+    @torch.no_grad()
+    def keep(self,
+        tensors:list, # of any kind
+    )->Callable:      # call it to put them back, before anything else is kept
+        """Remember the numbers in `tensors`, and where they lie
+
+        Parameters
+        ----------
+        tensors : list
+            of any kind
+
+        Returns
+        -------
+        Callable
+            call it to put them back, before anything else is kept
+        """
+        mine, start = [t for t in tensors if _fits(t)], 0
+        room, kept = self._clear(sum(map(_rounded_size, mine))), []
+        for t in mine:
+            n_bytes = t.numel()*t.element_size()
+            copied = room[start:start + n_bytes].view(t.dtype).as_strided(t.shape, t.stride())
+            kept.append((t, t.data, copied.copy_(t)))
+            start += _rounded_size(t)
+        return partial(_put_back, kept, keep_values([t for t in tensors if not _fits(t)]))
+
+def _fits(t:Tensor)->bool:
+    "Whether `t` is plain, in the memory of the CPU, and has nothing between its numbers"
+    return is_plain(t) and t.device.type == "cpu" and torch.ops.aten.is_non_overlapping_and_dense(t)
+
+def _rounded_size(t:Tensor)->int:
+    "Its bytes, rounded up so that the next tensor begins where any type can"
+    return (t.numel()*t.element_size() + 63)//64*64
+
+@torch.no_grad()
+def _put_back(kept:list, restore_others:Callable):
+    "Let each tensor lie over its numbers again, and those be what they were"
+    for t, data, copied in kept:
+        t.data = data
+        data.copy_(copied)
+    restore_others()
+    forget_casts()
 
 # %% ../../nbs/core/02_keeping.ipynb #400aa5db
 def _keep_tensor_hooks(t:Tensor)->dict:

@@ -209,6 +209,26 @@ def scale_rows(
     if why: raise ValueError(why)
     return w.reshape(-1, group_size)
 
+# %% ../../nbs/methods/02_grids.ipynb #eaf2c748
+_piece = 2**16   # weights that are looked at together: few enough to stay in the processor's cache
+
+def _pieces(
+    rows:Tensor, # weights, a row for each grid
+)->tuple:        # of tensors, some rows each
+    "The rows, few at a time"
+    if not rows.numel() or rows.device.type != "cpu": return (rows,)
+    return rows.split(max(1, _piece//rows.shape[1]))
+
+def _grid_of_rows(rows:Tensor, bits:int, symmetric:bool)->Grid:
+    "A grid for each row"
+    lo, hi = [], []
+    for piece in _pieces(rows):   # `aminmax` of rows takes twenty times as long
+        piece = piece.float()
+        lo.append(piece.amin(1))
+        hi.append(piece.amax(1))
+    make = symmetric_grid if symmetric else asymmetric_grid
+    return make(torch.cat(lo), torch.cat(hi), bits)
+
 # %% ../../nbs/methods/02_grids.ipynb #84cbfbe8
 def _is_ordinary(
     rows:Tensor, # weights, a row for each grid
@@ -225,15 +245,22 @@ def _is_ordinary(
 def _snap(
     rows:Tensor, # weights, a row for each grid
     grid:Grid,
-)->Tensor:       # same shape
+    out:Tensor,  # where to put them, perhaps `rows` itself
+)->Tensor:       # `out`
     "`rows` on their grids"
     scale, zero = grid.scale[:, None], grid.zero[:, None]
-    q = torch.mul(rows, 1/scale).round_()
-    if grid.zero.any(): q = torch.minimum(torch.maximum(q, grid.low - zero, out=q), grid.high - zero, out=q)
-    else: q.clamp_(grid.low, grid.high)
-    return q.add_(0.).mul_(scale)   # zero has no sign
+    ends = grid.low, grid.high
+    if grid.zero.any(): ends = (grid.low - zero).float(), (grid.high - zero).float()
+    inverse, start = 1/scale, 0
+    for piece in _pieces(rows):
+        mine = slice(start, start + len(piece))
+        low, high = (end[mine] if isinstance(end, Tensor) else end for end in ends)
+        q = torch.mul(piece, inverse[mine]).round_().clamp_(low, high)
+        torch.mul(q.add_(0.), scale[mine], out=out[mine])   # zero has no sign
+        start = mine.stop
+    return out
 
-# %% ../../nbs/methods/02_grids.ipynb #b6d8299b
+# %% ../../nbs/methods/02_grids.ipynb #57386cd8
 def weight_grid(
     w:Tensor,         # weights, `[out, ...]`, any floating dtype
     bits:int,         # 2..16
@@ -260,10 +287,7 @@ def weight_grid(
     -------
     Grid
     """
-    rows = scale_rows(w.detach().float(), per_channel, group_size)
-    lo, hi = rows.amin(1), rows.amax(1)   # `aminmax` of rows takes twenty times as long
-    if symmetric: return symmetric_grid(lo, hi, bits)
-    return asymmetric_grid(lo, hi, bits)
+    return _grid_of_rows(scale_rows(w.detach(), per_channel, group_size), bits, symmetric)
 
 # %% ../../nbs/methods/02_grids.ipynb #e2e8895d
 def fake_quantize_weight(
@@ -272,6 +296,7 @@ def fake_quantize_weight(
     per_channel=True, # a grid for each index of axis 0, or one for all
     group_size=None,  # a grid for each `group_size` neighbours of an output; None: do not divide further
     symmetric=True,   # zero in the middle, or a grid that spans the weights
+    in_place=False,   # write them to `w`, where that is contiguous
 )->Tensor:            # same shape and dtype
     """`w` rounded to its own grids
 
@@ -287,6 +312,8 @@ def fake_quantize_weight(
         a grid for each `group_size` neighbours of an output; None: do not divide further
     symmetric : default True
         zero in the middle, or a grid that spans the weights
+    in_place : default False
+        write them to `w`, where that is contiguous
 
     Returns
     -------
@@ -294,6 +321,8 @@ def fake_quantize_weight(
         same shape and dtype
     """
     rows = scale_rows(w.detach(), per_channel, group_size)
-    grid = weight_grid(w, bits, per_channel, group_size, symmetric)
-    rounded = _snap(rows, grid) if _is_ordinary(rows, grid) else fake_quantize(rows, grid)
+    grid = _grid_of_rows(rows, bits, symmetric)
+    rounded = rows if in_place and w.is_contiguous() else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    if _is_ordinary(rows, grid): _snap(rows, grid, rounded)
+    else: rounded.copy_(fake_quantize(rows, grid))
     return rounded.reshape(w.shape)

@@ -337,6 +337,23 @@ def rounded(self:Quantized,
     return filters_first(unit.module, on_grid)
 
 @patch
+def round_weight(self:Quantized,
+    unit, # whose weight is changed in place
+):
+    """The weight of `unit` on its grids
+
+    Parameters
+    ----------
+    unit
+        whose weight is changed in place
+    """
+    w = unit.weight.data
+    filters = filters_first(unit.module, w)
+    options = self.bits, self.per_channel, self.group_size, self.symmetric
+    on_grid = fake_quantize_weight(filters, *options, in_place=not w.is_inference())
+    if on_grid.data_ptr() != w.data_ptr(): w.copy_(filters_first(unit.module, on_grid))
+
+@patch
 def change(self:Quantized, model, unit)->list: # of the hooks on activations
     """Round the weights of `unit`, and its activations where ranges are known
 
@@ -352,7 +369,7 @@ def change(self:Quantized, model, unit)->list: # of the hooks on activations
     list
         of the hooks on activations
     """
-    unit.weight.data.copy_(self.rounded(unit, unit.weight))
+    self.round_weight(unit)
     forget_casts()
     hooks = []
     for side, found in self.ranges.items():

@@ -63,9 +63,11 @@ def _in_numpy(
 def _bracket(
     scores:np.ndarray, # `[n]`
     k:int,             # 1..n
+    as_score=np.asarray, # what makes scores of these numbers
 )->tuple:
     "Two numbers between which the `k`-th smallest score is with near certainty; infinite if there are few scores"
-    sample = scores[::61]   # a prime number: sizes of layers are no multiples of it
+    step = max(61, len(scores)//2**14 | 1)   # odd, and 61 a prime number: sizes of layers are no multiples of it
+    sample = as_score(scores[::step])
     m, spread = len(sample), 2*math.sqrt(len(sample))   # four standard deviations of a rank
     at = k*m/len(scores)
     first, last = math.floor(at - spread) - 1, math.ceil(at + spread) + 1
@@ -75,20 +77,51 @@ def _bracket(
     high = ordered[last] if last in inside else np.inf
     return low, high
 
-def _find_kth_smallest(flat:Tensor, k:int)->float:
-    "The k-th smallest score; on a CPU, a look at a sample and NumPy's partition are much faster than `kthvalue`"
-    if flat.is_cuda or flat.device.type == "mps": return flat.kthvalue(k).values
-    scores = flat.numpy()
-    low, high = _bracket(scores, k)
-    below = scores < low
-    n_below = np.count_nonzero(below)
-    is_between = np.logical_xor(below, scores <= high, out=below)
-    between = np.compress(is_between, scores)
-    if not n_below < k <= n_below + len(between): n_below, between = 0, scores   # the sample was a bad one
-    at = k - n_below - 1
-    ordered = np.partition(between, at)
-    return float(ordered[at])
+_piece = 2**17   # numbers that are looked at together: few enough to stay in the processor's cache
 
+def _split(
+    scores:np.ndarray, # `[n]`
+    low:float,         # end of a bracket
+    high:float,        # the other end
+    as_score=np.abs,   # what makes scores of these numbers, with `out`
+)->tuple:              # how many scores are below `low`; those from `low` to `high`
+    "Scores in and below a bracket, piece by piece"
+    size, n_below, found = min(_piece, len(scores)), 0, []
+    score, below, inside = np.empty(size, scores.dtype), np.empty(size, bool), np.empty(size, bool)
+    for start in range(0, len(scores), size):
+        piece = scores[start:start + size]
+        n = len(piece)
+        as_score(piece, out=score[:n])
+        np.less(score[:n], low, out=below[:n])
+        n_below += np.count_nonzero(below[:n])
+        np.less_equal(score[:n], high, out=inside[:n])
+        found.append(np.compress(np.not_equal(inside[:n], below[:n], out=inside[:n]), score[:n]))
+    return n_below, np.concatenate(found)
+
+
+
+# %% ../../nbs/methods/01_sparsify.ipynb #766aabec
+def _rank(
+    scores:np.ndarray, # `[n]`; NaN counts as the highest
+    k:int,             # 1..n
+    as_score=np.positive, # what makes scores of these numbers, with `out`
+)->tuple:              # the k-th smallest score; how many are not above it
+    "The k-th smallest score: much faster than a partition of all scores, and those much faster than `kthvalue`"
+    if len(scores) > 2**13:
+        low, high = _bracket(scores, k, as_score)
+        n_below, between = _split(scores, low, high, as_score)
+        if n_below < k <= n_below + len(between) and len(between) < len(scores)//2:
+            cut, n_within = _rank(between, k - n_below)
+            return cut, n_below + n_within
+    scores = as_score(scores)
+    cut = np.partition(scores, k - 1)[k - 1]
+    return float(cut), np.count_nonzero(scores <= cut)
+
+def _find_kth_smallest(flat:Tensor, k:int)->float:
+    "The k-th smallest score, none of which is NaN"
+    if flat.is_cuda or flat.device.type == "mps": return flat.kthvalue(k).values
+    cut, _ = _rank(flat.numpy(), k)
+    return cut
 
 # %% ../../nbs/methods/01_sparsify.ipynb #76749c93
 def keep_mask(
@@ -406,6 +439,31 @@ def refusal(self:Sparse, unit):
     return (f"{self.pct:g} % of {n_blocks} {self.granularity} {noun} is none; "
             "use a higher level or a finer granularity")
 
+def _in_memory_order(w:Tensor)->Tensor|None:
+    "All numbers of `w` in the order in which they lie there; None if there is something between them"
+    if w.is_contiguous(): return w.view(-1)
+    if w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last): return w.permute(0, 2, 3, 1).view(-1)
+    return None
+
+def _find_cut(flat:Tensor, pct:float)->float|None:
+    "The magnitude up to which `pct` percent of the weights lie; None if that is not exactly so, or nothing to go by"
+    k = n_dropped(len(flat), pct)
+    if not k: return None
+    cut, n_within = _rank(flat.numpy(), k, np.abs)
+    return cut if n_within == k and 0 < cut < math.inf else None
+
+def _drop_smallest(
+    w:Tensor,  # weights, changed in place
+    pct:float, # percent to drop
+)->bool:       # False if nothing was done: the general way is needed
+    "What a mask of magnitudes does, without a mask and without scores: two passes over the weights, in pieces"
+    if w.device.type != "cpu" or w.dtype != torch.float32 or w.is_neg(): return False
+    flat = _in_memory_order(w)
+    cut = None if flat is None or not len(flat) else _find_cut(flat, pct)
+    if cut is None: return False
+    torch.ops.aten.hardshrink.out(flat, cut, out=flat)
+    return True
+
 @patch
 def change(self:Sparse, model, unit):
     """Set the least important weights of `unit` to zero
@@ -417,6 +475,8 @@ def change(self:Sparse, model, unit):
     unit
         of the model: a `Unit`, or what `find_units` found
     """
+    by_magnitude = self.criteria.score is large_final.score and self.granularity == "weight"
+    if by_magnitude and _drop_smallest(unit.weight.data, self.pct): return
     keep = sparsity_mask(unit, self.pct, self.granularity, self.criteria)
     drop_weights(unit, keep, self.granularity)
 
