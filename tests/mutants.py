@@ -1,21 +1,34 @@
 """Do the checks bite? One small change at a time in the code of a room; the share that some check notices.
 
     python tests/mutants.py --rooms core plans measure --n 60
+    python tests/mutants.py --books nbs/core/04_state.ipynb --n 1000 --tests 0
 
 A mutation changes an operator, a comparison, a number, a condition or an argument of one exported cell, in a copy of the project.
-It is killed if the cell's notebook fails, or one of the `--tests` test files that name most of its module, within `--seconds`. Equivalent
+It is killed if a cell of its own notebook fails, or a test of the `--tests` test files that name most of its module. Equivalent
 mutations (that change nothing anyone could see) count as survivors, so the share is a lower bound; the survivors are printed.
+
+What makes it fast: a notebook runs once, and at each cell that is to be changed the process forks, so that a mutant needs only the cells
+from there on. Of the tests only those run that call the changed function in a run without changes. Before anything is counted as
+killed, the same way of running has to pass without a change: `CONTROL FAILED` is printed otherwise, and the notebook is left out.
 """
 import argparse
 import ast
+import compileall
+import contextlib
 import json
 import os
+import py_compile
 import random
 import re
+import select
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 root = Path(__file__).parent.parent
@@ -23,6 +36,29 @@ swaps = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Lt: "<=", 
          ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.And: "or", ast.Or: "and"}
 signs = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
          ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.And: "and", ast.Or: "or"}
+
+
+# Making mutants
+
+@dataclass
+class Mutant:
+    book: Path     # its notebook, from the root of the project
+    cell: int      # number of the cell in the notebook
+    source: str    # of the cell, as it is
+    changed: str   # and with one change
+    at: int        # line of the cell in which the change is
+
+    @property
+    def lines(self):
+        "The line before and after"
+        return [text.splitlines()[self.at].strip() for text in (self.source, self.changed)]
+
+    @property
+    def functions(self):
+        "Names of the functions that may behave differently: the innermost around the change, or else all of the cell"
+        every = [n for n in ast.walk(ast.parse(self.source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        around = [n for n in every if n.lineno <= self.at + 1 <= n.end_lineno]
+        return {max(around, key=lambda n: n.lineno).name} if around else {n.name for n in every}
 
 
 def offset(lines, line, col):
@@ -55,89 +91,320 @@ def changes_of(text):
             yield offset(lines, node.test.lineno, node.test.col_offset), offset(lines, node.test.end_lineno, node.test.end_col_offset), "True"
 
 
-def mutants(rooms):
-    """(notebook, number of a cell, its mutated source, line before and after) of all exported cells of the rooms."""
-    for room in rooms:
-        for book in sorted((root / "nbs" / room).glob("*.ipynb")):
-            for i, cell in enumerate(json.loads(book.read_text())["cells"]):
-                text = "".join(cell["source"])
-                if cell["cell_type"] != "code" or not re.match(r"#\|\s*export", text): continue
-                for start, end, new in changes_of(text):
-                    changed = text[:start] + new + text[end:]
-                    try: ast.parse(changed)
-                    except SyntaxError: continue
-                    line = text[:start].count("\n")
-                    if re.match(r"\s*(if .*: )?raise|.*#\|", text.splitlines()[line]) and start > text.find("raise"): continue   # the words of a message
-                    yield book.relative_to(root), i, changed, text.splitlines()[line].strip(), changed.splitlines()[line].strip()
+def mutants(books):
+    """A `Mutant` for every change of all exported cells of the notebooks."""
+    for book in books:
+        for i, cell in enumerate(json.loads((root / book).read_text())["cells"]):
+            text = "".join(cell["source"])
+            if cell["cell_type"] != "code" or not re.match(r"#\|\s*export", text): continue
+            for start, end, new in changes_of(text):
+                changed = text[:start] + new + text[end:]
+                try: ast.parse(changed)
+                except SyntaxError: continue
+                line = text[:start].count("\n")
+                words = re.match(r"\s*(if .*: )?raise|.*#\|", text.splitlines()[line])
+                if words and start > text.find("raise"): continue   # the words of a message
+                yield Mutant(book, i, text, changed, line)
+
+
+# Processes
+
+def forked(work, seconds):
+    """What `work` returns, a text or nothing, in a process of its own; "never ends" if it has to be ended."""
+    sys.stdout.flush()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.setpgid(0, 0)
+        os.close(reading)
+        try: said = work() or ""
+        except BaseException as e: said = f"{type(e).__name__}: {e}"   # noqa: BLE001  whatever a mutant may do
+        with contextlib.suppress(OSError): os.write(writing, said.encode()[:4000])
+        os._exit(0)
+    os.close(writing)
+    said = ended_within(pid, reading, seconds)
+    os.close(reading)
+    with contextlib.suppress(ProcessLookupError, PermissionError): os.killpg(pid, signal.SIGKILL)   # and what it has started
+    return said
+
+
+def ended_within(pid, reading, seconds):
+    """What a process writes before it ends."""
+    until, said = time.monotonic() + seconds, b""
+    while time.monotonic() < until:
+        if not select.select([reading], [], [], max(0, until - time.monotonic()))[0]: continue
+        new = os.read(reading, 4000)
+        said += new
+        if new: continue
+        os.waitpid(pid, 0)
+        return said.decode()
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "never ends"
+
+
+def quiet():
+    """Nothing of this process is printed from here on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2): os.dup2(nowhere, stream)
+
+
+def warm_up():
+    """Import what all notebooks and tests need, but nothing of the package."""
+    import fastai.callback.schedule
+    import fastai.learner
+    import matplotlib
+    import pandas  # noqa: F401
+    import pytest  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch
+    import torch_pruning  # noqa: F401
+    import torchvision  # noqa: F401
+    from IPython.core.interactiveshell import InteractiveShell  # noqa: F401
+    from nbdev.test import nb_test_cells  # noqa: F401
+    matplotlib.use("agg")
+    torch.set_num_threads(1)
+
+
+def project_in(folder):
+    """A copy of the project. Its compiled files are told by what is in them, since a mutant is written within a second."""
+    shutil.copytree(root, folder, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".ipynb_checkpoints"))
+    (folder / ".venv").symlink_to(root / ".venv")
+    compileall.compile_dir(folder / "fasterai_sens", quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)   # for processes that notebooks and tests start
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return folder
+
+
+# Its notebook
+
+class Walk:
+    """A notebook that runs once; at each changed cell it forks for every mutant of it."""
+    def __init__(self, copy, book):
+        from IPython.core.interactiveshell import InteractiveShell
+        from nbdev.test import nb_test_cells
+        from traitlets.config import Config
+
+        class Shell(InteractiveShell):
+            def enable_gui(self, gui=None): "There is none."
+        os.chdir((copy / book).parent)
+        os.environ["IN_TEST"] = "1"
+        config = Config(HistoryManager=dict(hist_file=":memory:", enabled=False))
+        self.shell = Shell.instance(config=config)
+        self.shell.enable_matplotlib("inline")
+        self.cells = [(cell.idx_, cell.source) for cell in nb_test_cells(copy / book)]
+
+    def run(self, source):
+        """The name of what a cell raises, or nothing."""
+        from IPython.utils.capture import capture_output
+        with capture_output(): done = self.shell.run_cell(source, store_history=False)
+        error = done.error_in_exec or done.error_before_exec
+        return type(error).__name__ if error else ""
+
+    def go(self, start, mutant=None):
+        """Run all cells from `start` on, with a mutant in the place of its cell; says where it stops."""
+        for i, own in self.cells:
+            if i < start: continue
+            stopped = self.run(mutant.changed if mutant and i == mutant.cell else own)
+            if stopped: return f"cell {i}: {stopped}"
+        return ""
+
+    def visit(self, found, by_cell, module, seconds):
+        """Tell `found` what each mutant of `by_cell` (number of the cell -> mutants) stops with."""
+        last = max(by_cell)
+        for i, own in self.cells:
+            if i == last and (stopped := forked(lambda i=i: self.go(i), seconds)): return f"forked at {stopped}"
+            for mutant in by_cell.get(i, []):
+                with module.holding(mutant): stopped = forked(lambda i=i, m=mutant: self.go(i, m), seconds)
+                found(mutant, stopped or (again if module.full_name in sys.modules else ""))
+            stopped = self.run(own)
+            if stopped: return f"cell {i}: {stopped}"
+        return ""
+
+
+again = "once more, from the start"   # the notebook has imported the module as it was before the fork
+
+
+class Module:
+    """The generated module of a notebook in the copy."""
+    def __init__(self, copy, book):
+        self.cells = json.loads((root / book).read_text())["cells"]
+        self.name = next(m[1] for c in self.cells if (m := re.search(r"default_exp\s+(\S+)", "".join(c["source"]))))
+        self.full_name = f"fasterai_sens.{self.name}"
+        self.path = copy / f"{self.full_name.replace('.', '/')}.py"
+        self.text = self.path.read_text()
+
+    def changed(self, mutant):
+        """The text with the same line changed as in the cell."""
+        before = mutant.source.splitlines()
+        old, new = before[mutant.at], mutant.changed.splitlines()[mutant.at]
+        start = self.text.index(f"#{self.cells[mutant.cell]['id']}\n")
+        for _ in range(before[:mutant.at].count(old) + 1): start = self.text.index(f"\n{old}\n", start) + 1
+        return self.text[:start] + new + self.text[start + len(old):]
+
+    @contextlib.contextmanager
+    def holding(self, mutant):
+        """The file is the mutant's in the block."""
+        self.path.write_text(self.changed(mutant))
+        try: yield
+        finally: self.path.write_text(self.text)
+
+
+def in_notebook(copy, book, drawn, seconds):
+    """For each mutant drawn from one notebook what stops the notebook; and what stops it without a change."""
+    module, by_cell, answers = Module(copy, book), defaultdict(list), {}
+    for mutant in drawn: by_cell[mutant.cell].append(mutant)
+    file = copy / "found.json"
+
+    def found(mutant, stopped):
+        answers[drawn.index(mutant)] = stopped
+        file.write_text(json.dumps(answers))
+
+    def walk():
+        quiet()
+        return Walk(copy, book).visit(found, by_cell, module, seconds)
+
+    def whole(mutant):
+        quiet()
+        return Walk(copy, book).go(0, mutant)
+    file.write_text("{}")
+    failed = forked(walk, 24*3600)
+    answers = json.loads(file.read_text())
+    stops = [answers.get(str(i), "") for i in range(len(drawn))]
+    for i, mutant in enumerate(drawn):
+        if stops[i] != again: continue
+        with module.holding(mutant): stops[i] = forked(lambda m=mutant: whole(m), seconds)
+    return stops, failed
+
+
+# The tests
+
+class Calls:
+    """A plugin of pytest: which functions of the package each test calls, and how long it takes."""
+    def __init__(self, package):
+        self.package, self.of, self.seconds = str(package), {}, {}
+
+    def trace(self, frame, event, arg):
+        """Called at each call of a Python function; looks at no line."""
+        code = frame.f_code
+        if code.co_filename.startswith(self.package): self.now.add((code.co_filename[len(self.package) + 1:], code.co_name))
+
+    def pytest_runtest_logstart(self, nodeid):
+        """Around fixtures, too."""
+        self.now, self.start = set(), time.monotonic()
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+
+    def pytest_runtest_logfinish(self, nodeid):
+        """What was called from the start on."""
+        sys.settrace(None)
+        threading.settrace(None)
+        self.of[nodeid], self.seconds[nodeid] = sorted(self.now), time.monotonic() - self.start
+
+
+class Checked:
+    """A plugin of pytest: the first test that fails."""
+    def __init__(self): self.failed = ""
+    def pytest_runtest_logreport(self, report):
+        """Of setup, call and teardown."""
+        if report.failed and not self.failed: self.failed = report.nodeid
+
+
+def pytest_in(copy, plugin, *args):
+    """Run pytest here, in the copy."""
+    import pytest
+    quiet()
+    os.chdir(copy)
+    sys.path[:0] = [str(copy), str(copy / "tests")]
+    return pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *args], plugins=[plugin])
 
 
 def tests_of(module, n):
-    """The `n` test files that name most often something public of a module, those that take seconds first."""
-    found = re.search(r"__all__ = \[(.*?)\]", (root / "fasterai_sens" / f"{module.replace('.', '/')}.py").read_text(), re.S)
+    """The `n` test files that name most often something public of a module."""
+    found = re.search(r"__all__ = \[(.*?)\]", module.text, re.S)
     names = re.findall(r"'(\w+)'", found[1]) if found else []
-    if not names: return []
+    if not names or not n: return []
     pattern = re.compile(rf"\b({'|'.join(names)})\b")
-    counts = {p: len(pattern.findall(p.read_text())) for p in (root / "tests").glob("test_*.py") if p.name not in ("test_structure.py", "test_readme.py")}
-    most = sorted((p for p in counts if counts[p]), key=counts.get)[-n:]
-    return sorted(most, key=lambda p: p.stat().st_size)
+    files = [p for p in (root / "tests").glob("test_*.py") if p.name not in ("test_structure.py", "test_readme.py")]
+    counts = {p.name: len(pattern.findall(p.read_text())) for p in files}
+    return sorted((name for name in counts if counts[name]), key=lambda name: (counts[name], name))[-n:]
 
 
-def in_package(text, cell_id, source, changed):
-    """The generated module with the same line changed as in the cell."""
-    at = next(i for i, (x, y) in enumerate(zip(source.splitlines(), changed.splitlines(), strict=True)) if x != y)
-    old, new = source.splitlines()[at], changed.splitlines()[at]
-    nth = source.splitlines()[:at].count(old)
-    start = text.index(f"#{cell_id}\n")
-    for _ in range(nth + 1): start = text.index(f"\n{old}\n", start) + 1
-    return text[:start] + new + text[start + len(old):]
+def calls_in(copy, cache, name):
+    """Test -> (seconds, functions it calls) of one test file; from the folder `cache` if they were recorded before."""
+    file = cache / f"{name}.json"
+    if not file.exists():
+        print(f"    recording what {name} calls", flush=True)
+
+        def work():
+            plugin = Calls(copy / "fasterai_sens")
+            pytest_in(copy, plugin, f"tests/{name}")
+            made = {test: (plugin.seconds[test], plugin.of[test]) for test in plugin.of}
+            file.write_text(json.dumps(made))
+        forked(work, 3600)
+    return json.loads(file.read_text())
 
 
-def fails(copy, seconds, *command):
-    """Whether a command fails in the copy, or never ends."""
-    env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    try: return subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, timeout=seconds, env=env).returncode != 0
-    except subprocess.TimeoutExpired: return True
+def in_tests(copy, cache, module, mutant, args):
+    """The first test that fails with a mutant, of those that call what is changed, the fastest first."""
+    own, tests = str(module.path.relative_to(copy / "fasterai_sens")), {}
+    for name in tests_of(module, args.tests):
+        for test, (seconds, calls) in calls_in(copy, cache, name).items():
+            called = {function for file, function in calls if file == own}
+            if called & mutant.functions or called and not mutant.functions: tests[test] = seconds
+    chosen, spent = [], 0.
+    for test in sorted(tests, key=tests.get):
+        spent += tests[test]
+        if spent > args.budget and chosen: break
+        chosen.append(test)
+    if not chosen: return ""
 
-
-def killed_by(copy, book, cell, changed, seconds, n_tests):
-    """What fails with the mutated cell: its notebook, the tests that name something of its module, or nothing."""
-    path, content = copy / book, json.loads((copy / book).read_text())
-    source = "".join(content["cells"][cell]["source"])
-    module = next(m[1] for c in content["cells"] if (m := re.search(r"default_exp\s+(\S+)", "".join(c["source"]))))
-    generated = copy / "fasterai_sens" / f"{module.replace('.', '/')}.py"
-    kept = {file: file.read_text() for file in (path, generated)}
-    generated.write_text(in_package(kept[generated], content["cells"][cell]["id"], source, changed))
-    content["cells"][cell]["source"] = changed.splitlines(keepends=True)
-    path.write_text(json.dumps(content))
-    tests = [f"tests/{test.name}" for test in tests_of(module, n_tests)]
-    try:
-        if fails(copy, seconds, "-c", f"import sys; from nbdev.test import test_nb; sys.exit(not test_nb('{book}')[0])"): return "notebook"
-        if tests and fails(copy, seconds, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests): return "tests"
-        return None
-    finally:
-        for file, text in kept.items(): file.write_text(text)
+    def work():
+        checked = Checked()
+        status = pytest_in(copy, checked, "-x", *chosen)
+        return checked.failed or ("tests end early" if status else "")
+    with module.holding(mutant): stop = forked(work, args.seconds)
+    if stop and forked(work, 10*args.seconds):
+        print(f"    CONTROL FAILED: {stop}", flush=True)   # so it says nothing of the mutant
+        return ""
+    return stop
 
 
 def main():
-    parse = argparse.ArgumentParser(description=__doc__)
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--rooms", nargs="+", default=["core", "plans", "measure"])
+    parse.add_argument("--books", nargs="+", type=Path, help="notebooks, instead of rooms")
     parse.add_argument("--n", type=int, default=60, help="mutants, drawn at random")
     parse.add_argument("--seed", type=int, default=0)
-    parse.add_argument("--seconds", type=int, default=600, help="most for one notebook or test file")
+    parse.add_argument("--seconds", type=int, default=600, help="most for what one mutant runs")
     parse.add_argument("--tests", type=int, default=4, help="most test files for one mutant, those that name its module most")
+    parse.add_argument("--budget", type=float, default=60, help="most seconds that the tests for one mutant take without a change")
+    parse.add_argument("--cache", type=Path, help="folder that keeps which test calls what, from one run to the next")
     args = parse.parse_args()
-    everything = list(mutants(args.rooms))
+    books = args.books or [p.relative_to(root) for room in args.rooms for p in sorted((root / "nbs" / room).glob("*.ipynb"))]
+    everything = list(mutants(books))
     drawn = random.Random(args.seed).sample(everything, min(args.n, len(everything)))
-    killed = 0
+    warm_up()
+    killed = tried = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "project"
-        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".ipynb_checkpoints"))
-        (copy / ".venv").symlink_to(root / ".venv")
-        for n, (book, cell, changed, old, new) in enumerate(drawn, 1):
-            by = killed_by(copy, book, cell, changed, args.seconds, args.tests)
-            killed += by is not None
-            print(f"{n:3}/{len(drawn)} {by or 'SURVIVED':20} {book} cell {cell}\n      - {old}\n      + {new}", flush=True)
-    print(f"{killed} of {len(drawn)} killed ({100*killed/len(drawn):.0f} %), drawn from {len(everything)} in {', '.join(args.rooms)}")
+        copy = project_in(Path(folder) / "project")
+        cache = args.cache or Path(folder) / "calls"
+        cache.mkdir(exist_ok=True, parents=True)
+        for book in books:
+            own = [m for m in drawn if m.book == book]
+            if not own: continue
+            stops, failed = in_notebook(copy, book, own, args.seconds)
+            if failed:
+                print(f"CONTROL FAILED {book}: {failed}", flush=True)
+                continue
+            for mutant, stop in zip(own, stops, strict=True):
+                by = stop or in_tests(copy, cache, Module(copy, book), mutant, args)
+                killed, tried = killed + bool(by), tried + 1
+                old, new = mutant.lines
+                print(f"{tried:4}/{len(drawn)} {by or 'SURVIVED':30} {book} cell {mutant.cell}\n      - {old}\n      + {new}", flush=True)
+    print(f"{killed} of {tried} killed ({100*killed/max(1, tried):.1f} %), drawn from {len(everything)} in {', '.join(map(str, args.books or args.rooms))}")
 
 
 if __name__ == "__main__": main()

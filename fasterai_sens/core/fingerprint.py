@@ -71,9 +71,8 @@ def inner_tensors(
     if hasattr(t, "__tensor_flatten__"):
         names, _ = t.__tensor_flatten__()
         return {name: getattr(t, name) for name in names}
-    if t.layout != torch.strided: return _sparse_parts(t)
     if t.is_nested: return {str(i): part for i, part in enumerate(t.unbind())}
-    return {}
+    return _sparse_parts(t)
 
 # %% ../../nbs/core/01_fingerprint.ipynb #75a38787
 def _digest(t:Tensor)->str:
@@ -213,7 +212,7 @@ def entries_of(
     Iterable
     """
     if kind in _numbers: return []
-    own = list(fields_of(o).values()) if kind == "fields" or hasattr(o, "__dict__") else []
+    own = list(fields_of(o).values())
     if kind not in _collections or len(o) > most_entries: return own
     entries = o.values() if kind == "dict" else o
     return [*own, *entries]
@@ -239,8 +238,7 @@ def attributes_of(
     """
     found = {}
     for name, value in vars(module).items():
-        cls = type(value)
-        if cls not in _atoms and name not in _of_torch and kind_of(cls): found[name] = value
+        if name not in _of_torch and kind_of(type(value)): found[name] = value
     return found
 
 def reached(
@@ -265,8 +263,7 @@ def reached(
         seen.add(id(o))
         found.append(o)
         for entry in entries_of(o, kind_of(type(o))):
-            cls = type(entry)
-            if cls not in _atoms and kind_of(cls): todo.append(entry)
+            if kind_of(type(entry)): todo.append(entry)
     return found
 
 def held_by(
@@ -301,8 +298,7 @@ def rng_state()->dict: # name of the generator -> its state
         python=random.getstate(),
         numpy=np.random.get_state(),
         torch=torch.get_rng_state())
-    cuda_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if cuda_in_use: state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.cuda.is_initialized(): state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available(): state["mps"] = torch.mps.get_rng_state()
     return state
 
@@ -367,7 +363,7 @@ def _container_mark(o, kind:str, seen:set)->tuple:
     if kind != "fields" and len(o) > most_entries:
         values = o.values() if kind == "dict" else ()
         return id(o), tuple(map(id, o)), tuple(map(id, values))
-    names = tuple(fields_of(o)) if kind == "fields" else ()
+    names = tuple(fields_of(o))
     keys = tuple(_mark(key, seen) for key in o) if kind == "dict" else ()
     marks = [_mark(entry, seen) for entry in entries_of(o, kind)]
     collect = frozenset if kind == "set" else tuple
@@ -401,9 +397,6 @@ def _rng_marks()->dict:
     "States of the global random generators, as text"
     marks = {}
     for name, state in rng_state().items():
-        if name == "python":
-            marks[name] = str(state)
-            continue
         parts = state if isinstance(state, tuple | list) else [state]
         marks[name] = str([np.asarray(part).tolist() for part in parts])
     return marks

@@ -215,7 +215,7 @@ class Plan(Saved, dict):
     def __eq__(self, other):
         if not isinstance(other, Plan): return False
         return dict(self) == dict(other) and vars(self) == vars(other)
-    __hash__ = None
+    def __ne__(self, other): return not self == other   # that of `dict` looks at the targets alone
     def __getattr__(self, name):
         "`plan.sparsity` is `plan[\"sparsity\"]`, and empty where the plan does not use that method"
         if name in methods: return self.get(name, as_targets_of(name, {}))

@@ -21,7 +21,7 @@ from .protocol import scale_of
 from .saving import Saved, revive
 
 # %% ../../nbs/core/08_results.ipynb #4f23055b
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class LayerSensitivity(Saved):
     """What compressing one layer did to the metric
 
@@ -97,7 +97,6 @@ class LayerSensitivity(Saved):
         "Whether all numbers are the same; NaN equals NaN here, so a result that was saved equals what is read back"
         if not isinstance(other, LayerSensitivity): return NotImplemented
         return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-    __hash__ = None
 
 def _as_float(x)->float|None:
     "A number as float, None as None"
@@ -174,13 +173,13 @@ def damage(
     float
         infinity if it, or the metric, is not a finite number
     """
-    goes_by_objective = plan_basis([row], by, any_samples=True) == "objective"
+    goes_by_objective = plan_basis([row], by) == "objective"
     delta = row.objective_delta if goes_by_objective else row.delta
     is_finite = math.isfinite(delta) and math.isfinite(row.delta)
     return delta if is_finite else math.inf
 
 # %% ../../nbs/core/08_results.ipynb #742c120f
-@dataclass(repr=False)
+@dataclass
 class SensitivityResult(Saved):
     """Sensitivity of every layer to one compression at one level
 
@@ -631,12 +630,12 @@ def html_table(
 
 def _share(
     delta:float,   # damage of one layer
-    largest:float, # finite damage of any layer
+    largest:float, # the largest finite one of all layers
 )->float:          # 0 to 1, and 1 where the metric broke
     "How large a damage is beside the largest"
     if not math.isfinite(delta): return 1.
     if largest <= 0: return 0.
-    return max(0., min(1., delta/largest))
+    return max(0., delta/largest)
 
 def _bar(share:float)->str:
     "A bar in HTML, from short and green for 0 to long and red for 1"

@@ -7,7 +7,7 @@ from fasterai_sens.core.plans import LayerTargets
 from fasterai_sens.core.saving import Saved
 from typing import Any
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class LayerSensitivity(Saved):
     name: str
     layer_type: str
@@ -33,7 +33,7 @@ def plan_basis(rows, by: str | None=None, any_samples: bool=False) -> str: ...
 
 def damage(row: LayerSensitivity, by: str | None=None) -> float: ...
 
-@dataclass(repr=False)
+@dataclass
 class SensitivityResult(Saved):
     compression_type: str
     compression_level: float

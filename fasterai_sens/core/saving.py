@@ -15,11 +15,6 @@ from pathlib import Path
 # %% ../../nbs/core/07_saving.ipynb #4015c57e
 _not_finite = "NaN", "Infinity", "-Infinity"
 
-def _name_of(x:float)->str:
-    "How a number that is not finite is written"
-    if math.isnan(x): return "NaN"
-    return "Infinity" if x > 0 else "-Infinity"
-
 def _plain(x):
     "The same data with tuples as lists and non-finite numbers as strings"
     if isinstance(x, Mapping):
@@ -27,7 +22,7 @@ def _plain(x):
     if isinstance(x, list | tuple):
         return [_plain(value) for value in x]
     if isinstance(x, float) and not math.isfinite(x):
-        return _name_of(x)
+        return json.dumps(x)   # Python's own, which is no JSON
     return x
 
 # %% ../../nbs/core/07_saving.ipynb #8db7f8e1
@@ -67,7 +62,7 @@ def write_json(
         plain data
     """
     everything = {"kind": kind, **_plain(data)}
-    text = json.dumps(everything, indent=1, allow_nan=False)
+    text = json.dumps(everything, indent=1)
     Path(path).write_text(text, encoding="utf-8")
 
 def read_json(

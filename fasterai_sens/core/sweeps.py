@@ -23,7 +23,7 @@ from fasterai_sens.core.results import (
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
-@dataclass(repr=False)
+@dataclass
 class SweepResult(Saved, Sequence):
     """Sensitivity of every layer at several levels: a sequence in the order given, and curves from mild to harsh
 
@@ -139,7 +139,7 @@ def to_dataframe(self:SweepResult):
     "A long `pandas.DataFrame`: one row for each layer and level, mildest level first"
     import pandas as pd
     tables = [result.to_dataframe().assign(level=result.compression_level) for result in self.by_strength]
-    table = pd.concat(tables, ignore_index=True)
+    table = pd.concat(tables)
     return table.drop_duplicates(["name", "level"], ignore_index=True)
 
 # %% ../../nbs/core/09_sweeps.ipynb #15e7a9f8

@@ -8,7 +8,7 @@ from fasterai_sens.core.plans import LayerTargets
 from fasterai_sens.core.saving import Saved
 from typing import Any
 
-@dataclass(repr=False)
+@dataclass
 class SweepResult(Saved, Sequence):
     results: list
     order: list = ...
