@@ -51,8 +51,7 @@ def keep_modules(
             vars(m).clear()
             vars(m).update(own)
             if m.training != training: m.training = training
-        for container in inner:
-            if container: container.clear()
+        for container in inner: container.clear()
         for container, held in full: container.update(held)
     return restore
 
