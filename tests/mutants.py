@@ -151,8 +151,6 @@ def quiet():
 
 def warm_up():
     """Import what all notebooks and tests need, but nothing of the package."""
-    import fastai.callback.schedule
-    import fastai.learner
     import matplotlib
     import pandas  # noqa: F401
     import pytest  # noqa: F401
