@@ -9,11 +9,11 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 RUN := PYTHONWARNINGS=ignore::FutureWarning $(BIN)
 ONE_THREAD := OMP_NUM_THREADS=1 $(RUN)
 
-.PHONY: help demo test oldest newest setup peers sync lint notebooks pytest export clean lab bench
+.PHONY: help demo test slow oldest newest setup peers sync lint notebooks pytest export clean lab bench
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo | test | oldest | newest | export | lint | clean | lab | bench"
+	@echo "make demo | test | slow | oldest | newest | export | lint | clean | lab | bench"
 
 $(READY): settings.ini setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; try make PYTHON=python3.12")'
@@ -37,10 +37,10 @@ test: sync lint notebooks pytest
 # the same with the oldest versions that settings.ini allows, and with the newest there are, on the oldest and the newest Python
 oldest:
 	sed -nE 's/^([a-z_]+ = | +)([A-Za-z0-9-]+)>=([0-9.]+).*/\2==\3/p' settings.ini > .oldest.txt
-	$(MAKE) test VENV=.venv-oldest PYTHON=$(or $(OLDEST_PYTHON),python3.10) PIP_OPTIONS="-c .oldest.txt"
+	$(MAKE) test slow VENV=.venv-oldest PYTHON=$(or $(OLDEST_PYTHON),python3.10) PIP_OPTIONS="-c .oldest.txt"
 
 newest:
-	$(MAKE) test VENV=.venv-newest PYTHON=$(or $(NEWEST_PYTHON),python3.13) PIP_OPTIONS="--upgrade --upgrade-strategy eager"
+	$(MAKE) test slow VENV=.venv-newest PYTHON=$(or $(NEWEST_PYTHON),python3.13) PIP_OPTIONS="--upgrade --upgrade-strategy eager"
 
 sync: $(READY)
 	$(ONE_THREAD)/pytest -q -n $(CORES) tests/test_structure.py
@@ -52,9 +52,13 @@ lint: $(READY)
 notebooks: $(READY)
 	$(ONE_THREAD)/python tests/run_notebooks.py -j $(CORES)
 
-# all but those of `sync`; also those marked slow, which `pytest` alone leaves out
+# all but those of `sync`
 pytest: $(READY) peers
-	$(ONE_THREAD)/pytest -q -n $(CORES) --dist worksteal -m "slow or not slow" --ignore tests/test_structure.py tests
+	$(ONE_THREAD)/pytest -q -n $(CORES) --dist worksteal --ignore tests/test_structure.py tests
+
+# whole families of networks and other processes, which `pytest` leaves out; `.ci/run` runs them, too
+slow: $(READY) peers
+	$(ONE_THREAD)/pytest -q -n $(CORES) --dist worksteal -m slow tests
 
 bench: $(READY) peers
 	for f in benchmarks/*.py; do $(RUN)/python $$f || exit 1; done
