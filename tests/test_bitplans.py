@@ -512,7 +512,7 @@ def test_quantize_at_the_door():
         with pytest.raises(TypeError, match="a plan is layer name -> bits, or one number of bits for all layers"): quantize_model(model, bad)
     with pytest.raises(ValueError, match="the plan for 'a' is in bits"): quantize_model(model, {"a": 32})
     with pytest.raises(KeyError, match="unknown layer 'heat'"): quantize_model(model, {"heat": 4})
-    with pytest.raises(KeyError, match="layer '1' is a Embedding and not among the layers to compress"): quantize_model(nn.Sequential(nn.Linear(3, 3), nn.Embedding(2, 2)), {"1": 4})
+    with pytest.raises(KeyError, match="layer '1' is a LayerNorm and not among the layers to compress"): quantize_model(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), {"1": 4})
     with pytest.raises(ValueError, match="leave them out of the plan: a: an output of this layer has 8 weights, which groups of 5 do not divide; head"): quantize_model(model, {"a": 4, "head": 4}, quant_group_size=5)
     with pytest.raises(ValueError, match="attn.in_proj_weight: no output of this layer was seen"): quantize_model(model, 4, quant_activations=True, sample=x)
     with pytest.raises(ValueError): quantize_model(model, {"a": 4}, quant_activations=True, quant_ranges="percentil", sample=x)

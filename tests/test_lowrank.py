@@ -246,8 +246,6 @@ REFUSED = {
     "subclasses": {"0": "Scaled may be more"},
     "attention": {"attn.in_proj_weight": "does not call it as a layer", "attn.out_proj": "NonDynamicallyQuantizableLinear may be more"},
     "swin": {"features.1.0.attn.qkv": "not called as a layer on the sample"},
-    "tied_embedding": {"head": "embed.weight is the same weight"},
-    "gpt2": {"lm_head": "transformer.wte.weight is the same weight"},
     "depthwise_separable": {"1": "1 x 9 in each of 8 groups, where two layers of rank 1 keep 111 %"},
 }
 

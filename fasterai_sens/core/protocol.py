@@ -330,12 +330,15 @@ class Footprint:
         beside the weights: scales, zero points
     biases_gone : int, default 0
         biases that went with their filters
+    per_look : int, default 0
+        numbers that a row is multiplied with after it was looked up in a table
     """
     n_weights:int    # numbers that are stored
     bits:float       # of each
     n_zeros:int=0    # of the weights; they are stored, or left out with a bit map
     extra_bytes:int=0 # beside the weights: scales, zero points
     biases_gone:int=0 # biases that went with their filters
+    per_look:int=0    # numbers that a row is multiplied with after it was looked up in a table
     @property
     def n_bytes(self)->int:
         "Bytes of the weights: the shorter of all of them, and a bit map with those that are left"

@@ -507,7 +507,11 @@ def _add(sums:dict, key, value:Tensor):
 def _gradients(loss:Tensor, tensors:list, keep:bool=False)->dict:
     "Of each tensor; zeros where the loss does not depend on it"
     found = torch.autograd.grad(loss, tensors, retain_graph=keep, allow_unused=True)
-    return {t: torch.zeros_like(t) if g is None else g.detach() for t, g in zip(tensors, found, strict=True)}
+    gradients = {}
+    for t, g in zip(tensors, found, strict=True):
+        if g is None: gradients[t] = torch.zeros_like(t)
+        else: gradients[t] = g.detach().to_dense()   # that of a table may be sparse
+    return gradients
 
 # %% ../../nbs/measure/09_curvature.ipynb #2c2fac68
 @dataclass(eq=False)

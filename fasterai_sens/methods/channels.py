@@ -27,7 +27,7 @@ from ..core.progress import report
 from ..core.signals import PutBack, not_inference, under
 from ..core.state import leave_no_trace
 from ..core.inputs import call, check_sample, mapped, tensors_in
-from ..core.layers import all_units, convs, is_hf_conv1d, transposed_convs, weight_names
+from ..core.layers import all_units, convs, is_hf_conv1d, look_ups, transposed_convs, weight_names
 
 # %% ../../nbs/methods/06_channels.ipynb #83e459db
 conv_types = (*convs, *transposed_convs)
@@ -580,7 +580,7 @@ class Graph:
         self._in_training = None   # known when it is first asked for
         self.names = {m: n for n, m in model.named_modules()}
         self.stands_for = {m.out_proj: m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-        self.units = all_units(model)[0]
+        self.units = [u for u in all_units(model)[0] if u.multiplying]   # a table loses columns with other layers
         self.units_at = {}   # root -> its units
         for u in self.units: self.units_at.setdefault(self.root(u), []).append(u)
         self.holders = {}    # parameter -> (module, attribute) of those who hold it
@@ -604,7 +604,7 @@ def root(self:Graph,
     -------
     nn.Module|None
     """
-    found = [self.stands_for.get(m, m) for m in unit.modules]
+    found = [self.stands_for.get(m, m) for m in unit.multiplying]
     return next((m for m in found if m in self.dg.module2node), None)
 
 # %% ../../nbs/methods/06_channels.ipynb #f497b499
@@ -1014,7 +1014,8 @@ class ChannelGroup:
     @property
     def modules(self)->set:
         outputs = [p.module for p in self.parts if p.out]
-        return {m for m in outputs if isinstance(m, nn.Module) and weight_names(m)}
+        layers = {m for m in outputs if isinstance(m, nn.Module) and weight_names(m)}
+        return {m for m in layers if not isinstance(m, look_ups)}
     def parts_of(self,
         granules:list, # lists of channels that only go together
     )->list:           # of `Part`

@@ -28,7 +28,7 @@ from ..core.signals import not_inference, under
 from ..core.state import leave_no_trace
 from ..core.checks import unknown_name
 from ..core.inputs import batches, call, logits_of
-from ..core.layers import Unit, convs, filters_first, transposed_convs
+from ..core.layers import Unit, convs, filters_first, look_ups, transposed_convs
 
 # %% ../../nbs/methods/00_criteria.ipynb #94b0eae7
 INITIAL = "initial weights"
@@ -259,8 +259,14 @@ def _channel_axis(module:nn.Module, x:Tensor)->int:
     if not isinstance(module, (*convs, *transposed_convs)): return x.dim()-1
     return x.dim() - len(module.kernel_size) - 1
 
+def _input_energy(module:nn.Module, x:Tensor)->Tensor:
+    "Sum of squares of each input channel; for a table, how often each entry is looked up"
+    if isinstance(module, look_ups): return torch.bincount(x.flatten(), minlength=len(module.weight)).double()
+    return _channel_energy(x, _channel_axis(module, x))
+
 def _spread_norms(unit:Unit, energies:list)->Tensor:
     "Input norms shaped like the weight, for one input or for query, key and value"
+    if isinstance(unit.module, look_ups): return energies[0].sqrt().float()[:, None].expand_as(unit.weight)
     if len(energies) == 1: return _spread(unit, energies[0])
     rows = unit.weight.shape[0]//len(energies)
     parts = [energy.sqrt().float().expand(rows, -1) for energy in energies]
@@ -272,13 +278,14 @@ def _watch_inputs(unit:Unit, module:nn.Module)->dict:
     energy = defaultdict(float)
     def add(_, args, kwargs):
         inputs = _find_inputs(module, unit.attr, args, kwargs)
-        for i, x in enumerate(inputs): energy[i] += _channel_energy(x, _channel_axis(module, x))
+        for i, x in enumerate(inputs): energy[i] += _input_energy(module, x)
     module.register_forward_pre_hook(add, with_kwargs=True)
     return energy
 
 def _turn(unit:Unit, module:nn.Module, t:Tensor)->Tensor:
     "Turn `t`, laid out like the weight in `module`, the way round of the weight of `unit`"
     held = getattr(module, unit.attr)
+    t = t.to_dense()   # gradients of a table may be sparse
     return t if held.stride() == unit.weight.stride() else t.t()
 
 def _join_norms(unit:Unit, energies:dict)->Tensor:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['as_matrices', 'count_groups', 'MatrixSize', 'matrix_size', 'Spectrum', 'decompose', 'Spectra', 'is_plain',
            'is_transposed', 'rank_obstacle', 'watch_calls', 'find_obstacles', 'RankUnit', 'rank_units', 'LowRank',
-           'never_factorized', 'LowRankInPlan', 'TwoLayers', 'thin_layers', 'thin_weights', 'in_two', 'split_unit',
-           'swap_modules', 'AppliedRanks', 'factorize']
+           'never_factorized', 'LowRankInPlan', 'TwoLayers', 'FromShort', 'ShortTable', 'thin_layers', 'thin_weights',
+           'in_two', 'split_unit', 'swap_modules', 'AppliedRanks', 'factorize']
 
 # %% ../../nbs/methods/12_lowrank.ipynb #d491206b
 import math
@@ -28,9 +28,9 @@ from ..core.protocol import Perturbation, method
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import call
 from fasterai_sens.core.layers import (
-    Unit, convs, find_units, is_hf_conv1d, place, same_way, target_units, transposed_convs
+    Unit, convs, find_units, is_hf_conv1d, look_ups, place, same_way, target_units, transposed_convs
 )
-from ..core.counters import every_layer_called
+from ..core.counters import default_rules, every_layer_called, full_rules, linear_macs
 
 # %% ../../nbs/methods/12_lowrank.ipynb #d61df578
 def as_matrices(
@@ -228,7 +228,8 @@ def decompose(
     work = matrices.detach().to(torch.promote_types(matrices.dtype, torch.float32))
     u, values, v = torch.linalg.svd(work, full_matrices=False)
     root = values[:, :most].sqrt()
-    left = u[..., :most]*root[:, None, :]
+    is_empty = (work == 0).all(2, keepdim=True)   # the row of padding stays what it is, to the bit
+    left = (u[..., :most]*root[:, None, :]).masked_fill(is_empty, 0)
     right = v[:, :most]*root[..., None]
     return Spectrum(left, right, values)
 
@@ -264,12 +265,12 @@ class Spectra:
         return spectrum
 
 # %% ../../nbs/methods/12_lowrank.ipynb #e5739344
-_plain = *convs, *transposed_convs, nn.Linear
+_plain = *convs, *transposed_convs, nn.Linear, *look_ups
 
 def is_plain(
     module:nn.Module, # any module
 )->bool:
-    """Whether `module` computes just what its class says, and that is a linear layer or a convolution
+    """Whether `module` computes just what its class says, and that is a linear layer, a convolution or a look-up
 
     Parameters
     ----------
@@ -308,8 +309,16 @@ def is_transposed(
 def _fit_together(first:nn.Module, other:nn.Module)->bool:
     "Whether two layers that share a weight can share the two of the factorization"
     if count_groups(first) != count_groups(other): return False
-    if type(first) is not type(other): return False
+    kinds = {nn.Linear if isinstance(m, look_ups) else type(m) for m in (first, other)}   # a head and its table agree
+    if len(kinds) > 1: return False
     return same_way(other, first, "weight") or is_transposed(other, first)
+
+def _look_up_obstacle(module:nn.Module)->str|None:
+    "Why a table of short rows and a linear layer do not do what `module` does"
+    if not isinstance(module, look_ups): return None
+    if module.max_norm is not None: return "max_norm shortens whole rows, which two layers do not have"
+    if getattr(module, "mode", None) == "max": return "the largest of several rows is not that of rows of lower rank"
+    return None
 
 def rank_obstacle(
     unit:Unit, # what to compress
@@ -332,7 +341,9 @@ def rank_obstacle(
     for module in unit.modules:
         if is_plain(module): continue
         kind = type(module).__name__
-        return f"{kind} may be more than a linear layer or a convolution, so two of those may not do the same"
+        return f"{kind} may be more than a linear layer, a convolution or an embedding, so two may not do the same"
+    why = next(filter(None, map(_look_up_obstacle, unit.modules)), None)
+    if why: return why
     if not all(_fit_together(unit.module, module) for module in unit.modules):
         return f"{', '.join(unit.members)} share its weight, but do not use it alike"
     if not unit.weight.numel(): return "it has no weights"
@@ -380,6 +391,11 @@ def _other_holder(
             if place(p) == where: return f"{name}.{attr}".lstrip(".")
     return None
 
+def _are_called(unit:Unit, calls:dict)->bool:
+    "Whether the layers of a unit are called; of several that share a table, some only hand its weight on"
+    if not any(module in calls for module in unit.modules): return False
+    return all(module in calls or isinstance(module, look_ups) for module in unit.modules)
+
 def find_obstacles(
     model:nn.Module, # any model; comes back as it was
     units:list,      # of `Unit`
@@ -407,9 +423,9 @@ def find_obstacles(
         other = _other_holder(unit, model)
         if other: reasons[unit.name] = f"{other} is the same weight, which two layers would untie"
         elif calls is None: continue
-        elif not all(module in calls for module in unit.modules):
+        elif not _are_called(unit, calls):
             reasons[unit.name] = "it is not called as a layer on the sample, so two in its place may not be used"
-        elif not all(calls[module] for module in unit.modules):
+        elif not all(calls[module] for module in unit.multiplying):   # a bag may have more
             reasons[unit.name] = "it is called with more than its input, which two layers do not take"
     return reasons
 
@@ -631,6 +647,85 @@ class TwoLayers(nn.Sequential):
         whole = product.flatten(0, 1).unflatten(1, like.shape[1:])
         return whole.t() if self._turned else whole
 
+# %% ../../nbs/methods/12_lowrank.ipynb #38d594b1
+class FromShort(nn.Module):
+    """Makes long rows of short ones, with the weight of the linear layer that makes short ones of long ones
+
+    Parameters
+    ----------
+    n_short : int
+        numbers in a short row
+    n_long : int
+        numbers in a long one
+    """
+    bias = None
+    def __init__(self,
+        n_short:int, # numbers in a short row
+        n_long:int,  # numbers in a long one
+    ):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_short, n_long, device="meta"))
+    def forward(self,
+        x:Tensor, # `[..., short]`
+    )->Tensor:    # `[..., long]`
+        """The long rows
+
+        Parameters
+        ----------
+        x : Tensor
+            `[..., short]`
+
+        Returns
+        -------
+        Tensor
+            `[..., long]`
+        """
+        return x @ self.weight
+
+def _is_from_short(module:nn.Module)->bool: return isinstance(module, FromShort)
+default_rules[_is_from_short] = full_rules[_is_from_short] = linear_macs
+
+class ShortTable(TwoLayers):
+    "A table of short rows, and a layer that makes long ones of them"
+    def forward(self,
+        x:Tensor, # numbers of entries
+        *more,    # of a bag: where each begins, and weights of the rows
+        **named,  # the same by name
+    )->Tensor:    # `[..., long]`
+        """The rows
+
+        Parameters
+        ----------
+        x : Tensor
+            numbers of entries
+        *more
+            of a bag: where each begins, and weights of the rows
+        **named
+            the same by name
+
+        Returns
+        -------
+        Tensor
+            `[..., long]`
+        """
+        short, longer = self
+        return longer(short(x, *more, **named))
+    @property
+    def weight(self)->Tensor:
+        "The product, as one table"
+        short, longer = self
+        w = longer.weight if isinstance(longer, FromShort) else longer.weight.t()
+        return short.weight @ w
+
+def _short_table(module:nn.Module, rank:int, is_tied:bool)->tuple:
+    "A table of short rows and what makes long ones of them, without numbers"
+    kept = "padding_idx", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"
+    options = {name: vars(module)[name] for name in kept if name in vars(module)}
+    n, n_long = module.weight.shape
+    short = type(module)(n, rank, device="meta", **options)
+    if is_tied: return short, FromShort(rank, n_long)
+    return short, nn.Linear(rank, n_long, bias=False, device="meta")
+
 # %% ../../nbs/methods/12_lowrank.ipynb #40bfb86b
 def _thin_convs(module:nn.Module, rank:int)->tuple:
     "Two convolutions in the place of one, without numbers"
@@ -649,6 +744,7 @@ def _thin_convs(module:nn.Module, rank:int)->tuple:
 def thin_layers(
     module:nn.Module, # a plain layer
     rank:int,         # of each group
+    is_tied=False,    # whether it is a table that shares its weight with a layer
 )->tuple:             # of two modules
     """The two layers that take the place of one, without numbers
 
@@ -658,6 +754,8 @@ def thin_layers(
         a plain layer
     rank : int
         of each group
+    is_tied : default False
+        whether it is a table that shares its weight with a layer
 
     Returns
     -------
@@ -665,6 +763,7 @@ def thin_layers(
         of two modules
     """
     if type(module) in (*convs, *transposed_convs): return _thin_convs(module, rank)
+    if isinstance(module, look_ups): return _short_table(module, rank, is_tied)
     n_in, n_out = module.weight.shape
     if isinstance(module, nn.Linear): n_out, n_in = n_in, n_out
     first = nn.Linear(n_in, rank, bias=False, device="meta")
@@ -705,6 +804,7 @@ def thin_weights(
     w = module.weight
     left, right = spectrum.left[..., :rank], spectrum.right[:, :rank]
     if is_hf_conv1d(module): first, second = left[0].t(), right[0].t()
+    elif isinstance(module, look_ups): first, second = left[0], right[0].t()
     elif isinstance(module, transposed_convs):
         first = _as_pointwise(left.transpose(1, 2), w)
         second = _as_full(right, w)
@@ -726,6 +826,7 @@ def in_two(
     module:nn.Module, # a plain layer; not changed
     weights:list,     # of two parameters
     rank:int,         # of each group
+    is_tied=False,    # whether it is a table that shares its weight with a layer
 )->TwoLayers:
     """Two layers in the place of `module`
 
@@ -737,15 +838,18 @@ def in_two(
         of two parameters
     rank : int
         of each group
+    is_tied : default False
+        whether it is a table that shares its weight with a layer
 
     Returns
     -------
     TwoLayers
     """
-    first, second = thin_layers(module, rank)
+    is_table = isinstance(module, look_ups)
+    first, second = thin_layers(module, rank, is_tied)
     first.weight, second.weight = weights
-    second.bias = module.bias
-    pair = TwoLayers(first, second)
+    if not is_table: second.bias = module.bias
+    pair = ShortTable(first, second) if is_table else TwoLayers(first, second)
     for name, value in vars(module).items():
         is_plain_attribute = not name.startswith("_") and name != "training"
         if is_plain_attribute or _is_call_hook(name): vars(pair)[name] = value
@@ -778,9 +882,11 @@ def split_unit(
     pairs = {}
     for module in unit.modules:
         own = weights
-        if not same_way(module, unit.module, "weight"):   # it holds the weight turned round
+        is_tied = isinstance(module, look_ups) and bool(unit.multiplying)
+        if is_tied: own = weights[::-1]   # a table begins where the head ends
+        elif not same_way(module, unit.module, "weight"):   # it holds the weight turned round
             own = [nn.Parameter(w.data.t(), w.requires_grad) for w in weights[::-1]]
-        pairs[module] = in_two(module, own, rank)
+        pairs[module] = in_two(module, own, rank, is_tied)
     return pairs
 
 # %% ../../nbs/methods/12_lowrank.ipynb #ceac3860
@@ -920,13 +1026,13 @@ def _merge(module:nn.Module, pair:TwoLayers):
     if is_alike: module.weight.data.copy_(w)   # tied weights stay tied
     else: module.weight.data = w
     module.weight.requires_grad_(pair[0].weight.requires_grad)
-    module.bias = pair.bias
+    if not isinstance(module, look_ups): module.bias = pair.bias
     module.train(pair.training)
 
 def _can_merge(module:nn.Module, pair:nn.Module)->bool:
     "Whether there are still just two thin layers, with the inputs and outputs of `module`"
     now = [type(layer) for layer in pair]
-    were = [type(layer) for layer in thin_layers(module, 1)]
+    were = [type(layer) for layer in thin_layers(module, 1, isinstance(pair[1], FromShort))]
     return now == were and pair.weight.shape == module.weight.shape
 
 @patch
@@ -977,8 +1083,8 @@ def shrink(self:LowRank, unit, footprint, n_biases=0):
     n_biases : default 0
         how many biases go with its filters
     """
-    size = matrix_size(unit)
-    return replace(footprint, n_weights=size.n_numbers(self.rank_of(unit)))
+    size, rank = matrix_size(unit), self.rank_of(unit)
+    return replace(footprint, n_weights=size.n_numbers(rank), per_look=(rank or 0)*size.columns)
 
 @patch(cls_method=True)
 def how_to_train(cls:LowRank):

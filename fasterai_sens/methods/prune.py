@@ -181,6 +181,8 @@ def check_ratio(
     return pct
 
 # %% ../../nbs/methods/08_prune.ipynb #a8b8cc71
+_of_a_table = "a table loses columns only together with layers whose outputs are added to its rows; name one of those"
+
 @method("pruning")
 @dataclass(frozen=True)
 class Pruned(Perturbation):
@@ -226,7 +228,8 @@ class Pruned(Perturbation):
         found = []
         for g in channel_groups(model, sample):
             if names & {u.name for u in g.units}: found.append(g)
-        return found
+        tables = [u for u in units if not u.multiplying]
+        return found + [ChannelGroup((u,), None, reason=_of_a_table) for u in tables]
     @classmethod
     def configure(cls,
         *, model,              # an nn.Module

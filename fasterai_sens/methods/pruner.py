@@ -259,7 +259,10 @@ def model_size(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")   # of weights that are used outside their modules, which cannot be counted
         macs, _, _ = count_flops_params(model, sample, verbose=False)
-    layers = {u.name: (u.layer_type, u.filters.shape[0], u.params) for u in all_units(model)[0]}
+    layers = {}
+    for u in all_units(model)[0]:
+        outputs = u.filters.shape[0 if u.multiplying else 1]   # the rows of a table are its entries
+        layers[u.name] = u.layer_type, outputs, u.params
     params = sum(p.numel() for p in model.parameters())
     return dict(layers=layers, params=params, macs=macs)
 

@@ -87,7 +87,7 @@ def _kind_refusal(unit:Unit, held:dict)->str|None:
         return "nn.MultiheadAttention computes with this weight in one fused operation, which torchao does not have"
     for name, module in held.items():
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)): continue
-        return f"torchao runs Linear and Conv2d; this weight belongs to {type(module).__name__} {name!r}"
+        return f"torchao runs Linear, Conv2d and Embedding; this weight belongs to {type(module).__name__} {name!r}"
     return None
 
 def _number_refusal(w:Tensor)->str|None:

@@ -88,7 +88,7 @@ def weight_macs(
     macs = {}
     for module, row in counted.items():
         inner = {m for m in module.modules() if m is module or m not in counted}
-        inside = [u for u in units if inner.intersection(u.modules)]
+        inside = [u for u in units if inner.intersection(u.multiplying)]
         if isinstance(module, nn.MultiheadAttention):
             query = row["calls"]*math.prod(row["in_size"])/n
             shares = _attention_shares(module, inside, row["flops"], query)

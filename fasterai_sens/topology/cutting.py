@@ -26,7 +26,7 @@ def _bias_of(
     module:nn.Module, # one that holds its weight
 )->Tensor|None:       # one number for each filter
     "The bias of a layer; attention keeps those of query, key and value in one"
-    if unit.attr == "weight": return module.bias
+    if unit.attr == "weight": return getattr(module, "bias", None)
     bias = module.in_proj_bias
     if bias is None or unit.attr == "in_proj_weight": return bias
     place = ("q_proj_weight", "k_proj_weight", "v_proj_weight").index(unit.attr)
