@@ -503,7 +503,8 @@ def _nothing_left(model:nn.Module, kinds:tuple|None, skipped:list)->str:
     asked = ""
     if kinds: asked = " of type " + " or ".join(kind.__name__ for kind in kinds)
     compressible = (
-        "Conv1d/2d/3d, ConvTranspose1d/2d/3d, Linear, Embedding, EmbeddingBag and the weights inside MultiheadAttention")
+        "Conv1d/2d/3d, ConvTranspose1d/2d/3d, Linear, Embedding, EmbeddingBag and the weights inside "
+        "MultiheadAttention")
     start = f"{type(model).__name__} has no compressible layer{asked}; compressible are {compressible}"
     return "; ".join([start, *reasons[:3]])
 
