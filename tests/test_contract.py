@@ -327,7 +327,7 @@ def test_acts_on_its_unit_alone(setup, kind):
         written = unit.tensors if setup[1].get("granularity") == "filter" else [unit.weight]   # a filter goes with its bias
         expected = {f"parameters: {n}" for t in written for n in names_of(t, model)}
         if setup[1].get("quant_activations"):
-            expected |= {f"hooks: {n}" for n in module_names(unit.modules, model)}
+            expected |= {f"hooks: {n}" for n in module_names(unit.multiplying, model)}
         if setup[0] == "untidy":
             assert {"rng: python", "rng: numpy", "rng: torch"} < found
             found = {c for c in found if c.startswith("parameters: ")}
