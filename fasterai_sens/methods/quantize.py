@@ -142,7 +142,7 @@ def observe_ranges(
             if unit.attr != "weight": continue   # a weight inside of an attention has no call of its own
             for side in at:
                 look = partial(_observe, unit=unit, side=side, seen=seen[side], make=make)
-                for module in unit.modules: hook_side(module, side, look)
+                for module in unit.multiplying: hook_side(module, side, look)
         for inputs, _ in batches(data, sample, device): call(model, inputs)
     return seen
 
@@ -239,7 +239,7 @@ def refusal(self:Quantized, unit):
         why = group_misfit(unit.filters, self.group_size)
         if why: return why
     for side, found in self.ranges.items():
-        if unit.name in found: continue
+        if unit.name in found or not unit.multiplying: continue
         return (f"no {side} of this layer was seen on {self.observed_on}: it is not called as a module, "
                 "so its activations cannot be quantized")
     return None
@@ -373,10 +373,11 @@ def change(self:Quantized, model, unit)->list: # of the hooks on activations
     forget_casts()
     hooks = []
     for side, found in self.ranges.items():
+        if not unit.multiplying: break
         lo, hi = torch.tensor(found[unit.name], device=unit.weight.device)
         grid = asymmetric_grid(lo, hi, self.bits)
         round_there = partial(fake_quantize, grid=grid)
-        for module in unit.modules: hooks.append(hook_side(module, side, round_there))
+        for module in unit.multiplying: hooks.append(hook_side(module, side, round_there))
     return hooks
 
 # %% ../../nbs/methods/04_quantize.ipynb #02a95c33
