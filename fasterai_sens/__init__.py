@@ -52,6 +52,7 @@ from .plans.verdicts import identify_critical_layers, recommend_compression_targ
 from .topology.coupling import ChannelDependency, not_safe_to_prune
 from .topology.cutting import cut_by_masks
 from .topology.masks import fix_mask_conflict
+from .train.hold import hold
 from .train.schedules import Schedule, agp, cos, dsd, iterative, lin, one_cycle, one_shot
 from .train.stages import RecoveryResult
 
@@ -62,8 +63,9 @@ globals().update(_methods_in("fasterai_sens.methods"))
 from .plans import bits as _bits, targets as _targets
 from .show import plots as _plots
 
-# These need fastai, which is imported when one of them is first used.
+# These need fastai or transformers, which are imported when one of them is first used.
 _lazy = {
+    "CompressCallback": "train.trainer_callback",
     "PruneCallback": "train.prune_callback",
     "QuantizeCallback": "train.quantize_callback",
     "SparsifyCallback": "train.sparsify_callback",

@@ -72,6 +72,7 @@ from .topology.coupling import ChannelDependency as ChannelDependency
 from .topology.coupling import not_safe_to_prune as not_safe_to_prune
 from .topology.cutting import cut_by_masks as cut_by_masks
 from .topology.masks import fix_mask_conflict as fix_mask_conflict
+from .train.hold import hold as hold
 from .train.prune_callback import PruneCallback as PruneCallback
 from .train.quantize_callback import QuantizeCallback as QuantizeCallback
 from .train.recovery import gradual_degradation_recovery as gradual_degradation_recovery
@@ -85,6 +86,7 @@ from .train.schedules import one_cycle as one_cycle
 from .train.schedules import one_shot as one_shot
 from .train.sparsify_callback import SparsifyCallback as SparsifyCallback
 from .train.stages import RecoveryResult as RecoveryResult
+from .train.trainer_callback import CompressCallback as CompressCallback
 
 Compressor = Applier
 __version__: str

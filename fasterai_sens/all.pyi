@@ -71,6 +71,7 @@ from fasterai_sens import ChannelDependency as ChannelDependency
 from fasterai_sens import not_safe_to_prune as not_safe_to_prune
 from fasterai_sens import cut_by_masks as cut_by_masks
 from fasterai_sens import fix_mask_conflict as fix_mask_conflict
+from fasterai_sens import hold as hold
 from fasterai_sens import PruneCallback as PruneCallback
 from fasterai_sens import QuantizeCallback as QuantizeCallback
 from fasterai_sens import gradual_degradation_recovery as gradual_degradation_recovery
@@ -84,4 +85,5 @@ from fasterai_sens import one_cycle as one_cycle
 from fasterai_sens import one_shot as one_shot
 from fasterai_sens import SparsifyCallback as SparsifyCallback
 from fasterai_sens import RecoveryResult as RecoveryResult
+from fasterai_sens import CompressCallback as CompressCallback
 from fasterai_sens import Compressor as Compressor

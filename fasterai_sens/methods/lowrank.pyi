@@ -62,6 +62,7 @@ class LowRank(Perturbation):
     stays_in_unit: ClassVar[bool]
     combines: ClassVar[bool]
     ranks: ClassVar[bool]
+    remakes: ClassVar[bool]
     outlasts_training: ClassVar[bool]
     turn: ClassVar[int]
     column: ClassVar[str]
