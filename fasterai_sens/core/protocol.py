@@ -75,7 +75,9 @@ class Perturbation:
     actor_class = None       # what carries out whole plans, where doing one unit after the other will not do
     steps_class = None       # what makes a model smaller step by step, where `Steps` of plans/sizes will not do
     stages_class = None      # what compresses in stages, where `Stages` of train/recovery will not do
+    holder_class = None      # what holds it while a model trains, where `AppliedHolder` of train/holders will not do
     reshapes = False         # whether other layers change with the compressed one, so that savings do not add up
+    remakes = False          # whether `apply` puts new parameters in the place of old ones
     ranks = True             # whether it takes `criteria`
     combines = True          # whether other methods may meet it in one layer
     turn = 30                # of several methods in one plan, those with a lower number are carried out first

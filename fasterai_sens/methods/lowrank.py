@@ -494,6 +494,7 @@ class LowRank(Perturbation):
     spectra:Spectra=field(default_factory=Spectra, repr=False, compare=False)  # shared by the levels of a sweep
     stays_in_unit = True
     combines, ranks = False, False
+    remakes = True   # two thin layers have parameters of their own
     outlasts_training = False   # written into one weight; two layers do
     turn, column = 50, "saved by rank %"
     def __post_init__(self):
