@@ -353,6 +353,8 @@ def analyze(self:SensitivityAnalyzer,
     # None: "minmax"
     quant_ranges=None,
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights; None: True
+    # data, or True for `calibration_data`: what stays of a layer is refitted to make up for what goes; None: it is not
+    reconstruct=None,
     verbose=True,             # show a progress bar
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options,                # of a method of your own
@@ -390,6 +392,9 @@ def analyze(self:SensitivityAnalyzer,
         returns an observer; None: "minmax"
     quant_symmetric : default None
         quantization: a range around zero, or one that just holds the weights; None: True
+    reconstruct : default None
+        data, or True for `calibration_data`: what stays of a layer is refitted to make up for what
+        goes; None: it is not
     verbose : default True
         show a progress bar
     n_jobs : int|None, default None
@@ -403,7 +408,8 @@ def analyze(self:SensitivityAnalyzer,
     """
     options |= dict(
         granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
-        quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric
+        quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric,
+        reconstruct=reconstruct,
     )
     where = dict(layers=layers, layer_types=layer_types)
     how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs)
@@ -431,6 +437,8 @@ def sweep(self:SensitivityAnalyzer,
     quant_group_size=None,    # quantization: a scale for each so many weights of an output channel
     quant_ranges=None,        # ranges of activations
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights
+    # data, or True for `calibration_data`: what stays of a layer is refitted to make up for what goes; None: it is not
+    reconstruct=None,
     verbose=True,             # show a progress bar
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     **options,                # of a method of your own
@@ -471,6 +479,9 @@ def sweep(self:SensitivityAnalyzer,
         ranges of activations
     quant_symmetric : default None
         quantization: a range around zero, or one that just holds the weights
+    reconstruct : default None
+        data, or True for `calibration_data`: what stays of a layer is refitted to make up for what
+        goes; None: it is not
     verbose : default True
         show a progress bar
     n_jobs : int|None, default None
@@ -485,7 +496,8 @@ def sweep(self:SensitivityAnalyzer,
     levels, layers = _level_lists(levels, layers)
     options |= dict(
         granularity=granularity, quant_per_channel=quant_per_channel, quant_activations=quant_activations,
-        quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric
+        quant_group_size=quant_group_size, quant_ranges=quant_ranges, quant_symmetric=quant_symmetric,
+        reconstruct=reconstruct,
     )
     stop = stop_rule(early_stop_mode, early_stop_value)
     where = dict(layers=layers, layer_types=layer_types)

@@ -29,6 +29,7 @@ from ..core.state import leave_no_trace
 from ..core.checks import unknown_name
 from ..core.inputs import batches, call, logits_of
 from ..core.layers import Unit, convs, filters_first, look_ups, transposed_convs
+from ..core.calibration import inputs_of
 
 # %% ../../nbs/methods/00_criteria.ipynb #94b0eae7
 INITIAL = "initial weights"
@@ -244,16 +245,6 @@ def _spread(unit:Unit, energy:Tensor)->Tensor:
     return filters_first(unit.module, per_output.expand_as(filters))
 
 # %% ../../nbs/methods/00_criteria.ipynb #97321e9f
-def _find_inputs(module:nn.Module, attr:str, args:tuple, kwargs:dict)->list:
-    "The inputs that `attr` of `module` is multiplied with, one or three"
-    if not isinstance(module, nn.MultiheadAttention):
-        return [args[0]] if args else [next(iter(kwargs.values()))]
-    names = "query", "key", "value"
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if attr == "in_proj_weight": return [given[name] for name in names]
-    mine = next(name for name in names if name[0] == attr[0])   # such as "q_proj_weight"
-    return [given[mine]]
-
 def _channel_axis(module:nn.Module, x:Tensor)->int:
     "Where the input channels are"
     if not isinstance(module, (*convs, *transposed_convs)): return x.dim()-1
@@ -277,7 +268,7 @@ def _watch_inputs(unit:Unit, module:nn.Module)->dict:
     "Input number -> sum of squares of each channel; filled by a hook whenever `module` runs"
     energy = defaultdict(float)
     def add(_, args, kwargs):
-        inputs = _find_inputs(module, unit.attr, args, kwargs)
+        inputs = inputs_of(module, unit.attr, args, kwargs)
         for i, x in enumerate(inputs): energy[i] += _input_energy(module, x)
     module.register_forward_pre_hook(add, with_kwargs=True)
     return energy

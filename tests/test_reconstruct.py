@@ -1,0 +1,187 @@
+"""Weights that stay make up for those that go: against least squares, for a while and for good, from data of every form."""
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from toys import Net, unchanged
+
+from fasterai_sens import Plan, SensitivityAnalyzer, Sparse, Sparsifier, SweepResult, allocate, changes, fingerprint
+from fasterai_sens.core.calibration import Calibration, columns, gather
+from fasterai_sens.core.layers import filters_first, find_units
+from fasterai_sens.methods.sparsify import sparsity_mask
+from fasterai_sens.plans.applier import Applier
+
+
+def smooth(n, *shape, seed=0):
+    """Inputs whose neighbours hang together, as those of pictures and of hidden layers do"""
+    g = torch.Generator().manual_seed(seed)
+    few = torch.randn(n, 5, generator=g)@torch.randn(5, torch.Size(shape).numel(), generator=g)
+    found = (few + .3*torch.randn(few.shape, generator=g)).view(n, *shape)
+    for axis in range(2, found.dim()): found = found.cumsum(axis)/2
+    return found
+
+
+def pictures():
+    """A small convolutional network with every kind of group"""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(),
+        nn.Conv2d(8, 12, 3, stride=2, groups=2), nn.ReLU(), nn.ConvTranspose2d(12, 6, 2, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(6*16, 5),
+    ).eval()
+
+
+x = smooth(60, 3, 8, 8)
+LAYERS = {
+    "linear": (nn.Linear(24, 10), (24,)),
+    "conv1d": (nn.Conv1d(4, 6, 3, padding=2, dilation=2), (4, 9)),
+    "grouped": (nn.Conv2d(6, 8, 3, groups=2, padding=1, padding_mode="reflect"), (6, 5, 5)),
+    "depthwise": (nn.Conv2d(6, 12, 3, groups=6), (6, 6, 6)),
+    "conv3d": (nn.Conv3d(2, 4, 2), (2, 4, 4, 4)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_is_fitted_as_least_squares_fits_it(kind):
+    """The error of the outputs is nearly that of the oracle with the same mask, never less, and below that of a plain cut"""
+    layer, shape = LAYERS[kind]
+    model = nn.Sequential(layer)
+    unit = find_units(model)[0][0]
+    data = smooth(400, *shape)
+    keep = sparsity_mask(unit, 50)
+    wanted = model(data).detach()
+    def error(): return float((model(data).detach() - wanted).square().sum())
+    with Sparse(50)(model, unit): cut = error()
+    with unchanged(model), Sparse(50, reconstruct=[data[:250], data[250:]])(model, unit):
+        assert torch.equal(layer.weight != 0, keep)
+        fitted = error()
+    rows = torch.cat(list(columns(layer, data)), 1)
+    filters, kept = (filters_first(layer, t.detach()).reshape(len(rows), -1, rows.shape[-1]) for t in (layer.weight, keep))
+    best = 0.
+    for g, r in ((g, r) for g in range(len(rows)) for r in range(filters.shape[1])):
+        some, y = rows[g][:, kept[g, r]].double(), (rows[g]@filters[g, r]).double()
+        best += float((some@torch.linalg.lstsq(some, y).solution - y).square().sum())
+    assert best <= fitted*(1 + 1e-4) and fitted < 1.15*best + .02*cut
+    assert fitted < .9*cut
+
+
+def test_for_a_while_and_for_good_are_one():
+    """An Applier, a plan and a Sparsifier do the same to the bit, and do it again; what was dense stays untouched"""
+    model = pictures()
+    plan = Plan(sparsity={"0": 40, "3": 30, "5": 70, "7": 60, "10": 80})
+    with unchanged(model), Applier(model, x[:1], settings={"sparsity": {"reconstruct": True}}, calibration_data=x)(plan):
+        inside = {name: t.clone() for name, t in model.state_dict().items()}
+    for act in (lambda m: plan.apply(m, x[:1], reconstruct=x), lambda m: Sparsifier(m, reconstruct=x, sample=x[:1]).sparsify_model(dict(plan["sparsity"]))):
+        done = copy.deepcopy(model)
+        act(done)
+        assert all(torch.equal(t, inside[name]) for name, t in done.state_dict().items())
+    wanted = model(x).detach()
+    cut = copy.deepcopy(model)
+    plan.apply(cut, x[:1])
+    assert (done(x) - wanted).square().sum() < .3*(cut(x) - wanted).square().sum()
+
+
+def test_layers_behind_make_up_for_those_before():
+    """Layers that are fitted one after the other to what the untouched model had come nearer to it than layers that are fitted alone"""
+    model = pictures()
+    levels = {"0": 50, "5": 60, "7": 60, "10": 60}
+    wanted, units = model(x).detach(), {u.name: u for u in find_units(model)[0]}
+    alone, together = copy.deepcopy(model), copy.deepcopy(model)
+    for name, pct in levels.items():
+        with Sparse(pct, reconstruct=x)(model, units[name]): alone.get_submodule(name).weight.data.copy_(units[name].weight)
+    Plan(sparsity=levels).apply(together, x[:1], reconstruct=x)
+    assert (together(x) - wanted).square().sum() < .8*(alone(x) - wanted).square().sum()
+
+
+def test_patterns_and_filters_stay_what_they_are():
+    """2:4 is still 2:4, a filter that went is gone with its bias"""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8)), smooth(200, 16)
+    for granularity, pct in (("2:4", None), ("filter", 50)):
+        unit = find_units(model)[0][0]
+        with Sparse(pct, granularity)(model, unit): plain, bias = unit.weight.detach().clone(), model[0].bias.detach().clone()
+        with unchanged(model), Sparse(pct, granularity, reconstruct=data)(model, unit):
+            assert torch.equal(unit.weight == 0, plain == 0) and torch.equal(model[0].bias == 0, bias == 0)
+
+
+def test_every_form_of_data_says_the_same():
+    """A tensor, a tuple with targets, a list of batches, a DataLoader; inside an autocast, in training mode, and in another process's copy"""
+    model = pictures()
+    unit = find_units(model)[0][2]
+    y = torch.zeros(60)
+    forms = [x, (x, y), [x[:20], x[20:]], [(x[:20], y[:20]), (x[20:], y[20:])], DataLoader(TensorDataset(x, y), 20, shuffle=True), pickle.loads(pickle.dumps(Calibration(x, keeps=True)))]
+    found = []
+    for data in forms:
+        with Sparse(60, reconstruct=data)(model, unit): found.append(unit.weight.detach().clone())
+    model.train()
+    with unchanged(model), torch.autocast("cpu"), Sparse(60, reconstruct=x)(model, unit):
+        torch.testing.assert_close(unit.weight.detach(), found[0], rtol=.2, atol=.02)
+    for w in found[1:]: torch.testing.assert_close(w, found[0], rtol=1e-2, atol=1e-3)
+    once = iter([x])
+    with pytest.raises(TypeError): Sparse(50, reconstruct=once)
+
+
+def test_attention_and_shared_layers():
+    """Query, key and value have inputs of their own; a layer that is called twice is fitted to both calls"""
+    torch.manual_seed(0)
+    attention, shared = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+    model = Net(lambda net, a: net.shared(net.attention(net.shared(a), a, a)[0]), attention=attention, shared=shared).eval()
+    data, units = smooth(100, 6, 8), {u.name: u for u in find_units(model)[0]}
+    wanted, name = model(data).detach(), units["attention.in_proj_weight"]
+    with Sparse(40)(model, name): cut = (model(data).detach() - wanted).square().sum()
+    with unchanged(model), Sparse(40, reconstruct=data)(model, name): assert (model(data).detach() - wanted).square().sum() < .9*cut
+    first = data.flatten(0, 1)
+    second = model.attention(shared(data), data, data)[0].detach().flatten(0, 1)
+    both = first.T@first + second.T@second
+    torch.testing.assert_close(gather(model, units["shared"], data).own[0], both + .01*both.diagonal().mean()*torch.eye(8), rtol=1e-3, atol=1e-2)
+    assert gather(model, units["attention.in_proj_weight"], data).own.shape == (3, 8, 8)
+
+
+def test_who_is_not_fitted_is_named_and_only_cut():
+    """A head that is an embedding, too, and a layer that is not called are cut as without the option; inputs that are not finite are an error"""
+    torch.manual_seed(0)
+    model = Net(lambda net, a: net.head(net.body(net.emb(a)).relu()), emb=nn.Embedding(12, 8), body=nn.Linear(8, 8), head=nn.Linear(8, 12), unused=nn.Linear(4, 4))
+    model.head.weight = model.emb.weight
+    data, units = torch.randint(12, (50, 7)), {u.name: u for u in find_units(model)[0]}
+    names = [name for name in ("head", "emb", "unused") if name in units]
+    for name in names:
+        with Sparse(50)(model, units[name]): plain = units[name].weight.detach().clone()
+        with pytest.warns(UserWarning, match=f"{name} is compressed without being refitted"), Sparse(50, reconstruct=data)(model, units[name]):
+            assert torch.equal(units[name].weight, plain)
+    done = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Plan(sparsity=dict.fromkeys([*names, "body"], 50)).apply(done, data[:1], reconstruct=data)
+    assert (done.body.weight == 0).sum() == 32
+    broken = pictures()
+    with unchanged(broken), pytest.raises(ValueError, match="'0' are not finite"), Sparse(50, reconstruct=x/0)(broken, find_units(broken)[0][0]): pass
+
+
+def test_an_analysis_measures_what_will_be_done(tmp_path):
+    """A sweep refits, with and without reuse; the curves are lower; its result and its plan remember that, but not the data"""
+    model = pictures()
+    y = model(x).argmax(1).detach()
+    state = fingerprint(model)
+    curves = {}
+    for reuse in (True, False):
+        analyzer = SensitivityAnalyzer(model, x[:1], (x, y), calibration_data=x, reuse=reuse)
+        curves[reuse] = analyzer.sweep("sparsity", [30, 50, 70], reconstruct=True, verbose=False)
+    for one, other in zip(curves[True], curves[False], strict=True): assert one.layers == other.layers
+    mine, plain = curves[True], analyzer.sweep("sparsity", [30, 50, 70], verbose=False)
+    damage = [sum(layer.objective - r.baseline_objective for r in sweep for layer in r.layers) for sweep in (mine, plain)]
+    assert damage[0] < .5*damage[1]
+    mine.to_json(tmp_path/"sweep.json")
+    back = SweepResult.from_json(tmp_path/"sweep.json")
+    assert back[0].settings["reconstruct"] is True
+    plan = allocate(back, {"params": 700}, model=model, sample=x[:1])
+    assert Plan.from_dict(plan.as_dict()).settings["sparsity"]["reconstruct"] is True
+    with pytest.raises(ValueError): plan.apply(model, x[:1])
+    assert changes(state, fingerprint(model)) == []
+    with Applier(model, x[:1], settings=plan.settings, calibration_data=x)(plan): kept = F.mse_loss(model(x), pictures()(x))
+    plan.apply(model, x[:1], reconstruct=False)
+    assert kept < .5*F.mse_loss(model(x), pictures()(x))
