@@ -254,7 +254,7 @@ def unprepared(cls:Perturbation,
     Callable
     """
     known = getattr(cls, "__dataclass_fields__", {})
-    return partial(cls, **{name: value for name, value in options.items() if name in known})
+    return partial(cls, **{name: value for name, value in options.items() if name in known and name != "reconstruct"})
 
 @patch(cls_method=True)
 def plain_targets(cls:Perturbation,

@@ -31,6 +31,7 @@ from fasterai_sens.core.layers import (
     Unit, convs, find_units, is_hf_conv1d, look_ups, place, same_way, target_units, transposed_convs
 )
 from ..core.counters import default_rules, every_layer_called, full_rules, linear_macs
+from ..core.calibration import other_holder
 
 # %% ../../nbs/methods/12_lowrank.ipynb #d61df578
 def as_matrices(
@@ -379,18 +380,6 @@ def watch_calls(
         call(model, sample)
     return calls
 
-def _other_holder(
-    unit:Unit,       # whose weight it is
-    model:nn.Module, # any model
-)->str|None:         # name of a parameter, or None
-    "A parameter over the same numbers that is not the weight of one of the unit's layers"
-    where = place(unit.weight)
-    for name, module in model.named_modules():
-        if module in unit.modules: continue
-        for attr, p in module.named_parameters(recurse=False):
-            if place(p) == where: return f"{name}.{attr}".lstrip(".")
-    return None
-
 def _are_called(unit:Unit, calls:dict)->bool:
     "Whether the layers of a unit are called; of several that share a table, some only hand its weight on"
     if not any(module in calls for module in unit.modules): return False
@@ -420,7 +409,7 @@ def find_obstacles(
     calls = None if sample is None else watch_calls(model, sample)
     reasons = {}
     for unit in units:
-        other = _other_holder(unit, model)
+        other = other_holder(unit, model)
         if other: reasons[unit.name] = f"{other} is the same weight, which two layers would untie"
         elif calls is None: continue
         elif not _are_called(unit, calls):
