@@ -151,6 +151,8 @@ def quiet():
 
 def warm_up():
     """Import what all notebooks and tests need, but nothing of the package."""
+    import fastai.callback.schedule
+    import fastai.learner  # noqa: F401
     import matplotlib
     import pandas  # noqa: F401
     import pytest  # noqa: F401
