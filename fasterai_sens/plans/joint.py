@@ -36,7 +36,7 @@ from ..measure.estimates import without_inputs
 from .applier import Actor, Applier
 from .choices import Choice, may_meet, option_costs, planned
 from .allocate import Problem, best_within, choose_within, excluding, rises_around, set_up
-from .exchange import Runner, Track, race
+from .race import Runner, Track, probe, race
 from .meter import Contest, Meter, SearchResult, as_report_fn
 from .search import alone_share
 
@@ -688,6 +688,8 @@ class Near:
 
     Parameters
     ----------
+    plan : list
+        {method: level} of each choice
     moves : list
         for each choice a list of `Move`, the first one stays
     costs : dict
@@ -697,10 +699,16 @@ class Near:
     has_looked : bool, default False
         whether that is of this plan; else it is of the sweeps
     """
+    plan:list        # {method: level} of each choice
     moves:list       # for each choice a list of `Move`, the first one stays
     costs:dict       # cost -> for each choice what each of its moves adds to that of the whole model
     rises:list       # for each choice `[moves, 2]`: what each adds to the damage
     has_looked:bool=False # whether that is of this plan; else it is of the sweeps
+    def ways(self)->list:
+        "For each choice how far each move goes, above 0 to the milder side"
+        found = []
+        for own in self.moves: found.append(np.array([move.way for move in own]))
+        return found
 
 @dataclass(eq=False)
 class LevelTrack(Track):
@@ -715,50 +723,51 @@ class LevelTrack(Track):
     """
     meter:Meter   # of plans
     limits:Limits # what the plans keep to
-    look_share = 1/3   # of the samples, for a backward pass
+    sources = {"curves": (1., .45), "exchange": (.7, .4), "again": (1., .15)}
     def __post_init__(self):
         applier, choices = self.limits.applier, self.limits.choices
         in_parts = has_parts(self.meter.eval_fn)
         self.pieces = self.meter.pieces() if in_parts and can_look(applier, choices) else None
-        self.look = self.pieces and Look(applier, choices)
         self.tried = set()   # plans that were proposed before
-        self.sources = {"curves": (1., .45), "exchange": (.7, .4), "again": (1., .15)}
-        if self.look: self.look_cost = 5*self.look_share
-        if not in_parts: self.n_proposals, self.stages = 1, ()
+        n_sides = 2*sum(len(choice.methods) for choice in choices)
+        if self.pieces: self.look_share, n_passes = 1/3, 5
+        else: self.look_share, n_passes = alone_share if in_parts else 1, n_sides + in_parts
+        self.look_cost = self.look_share*n_passes
+        if not in_parts: self.n_proposals, self.stages = 1, ((1., 1),)
     @property
     def spent(self): return self.meter.n
     def damage(self, plan, share=1.): return self.meter.damage(self.limits.plan(plan), share)
     def damages(self, plans, share=1.): return self.meter.damages(list(map(self.limits.plan, plans)), share)
+    def near(self,
+        runner:Runner, # whose plan is looked at
+    )->Near:
+        """Where its plan can go; what that does is known from the sweeps, until it is looked at
+
+        Parameters
+        ----------
+        runner : Runner
+            whose plan is looked at
+
+        Returns
+        -------
+        Near
+        """
+        if runner.seen is None or runner.seen.plan is not runner.plan: runner.seen = self.find_near(runner.plan)
+        return runner.seen
+    def look(self, runner):
+        near = self.near(runner)
+        found = self.by_gradients(near) if self.pieces else self.by_probes(near, runner.damage)
+        is_usable = all(np.isfinite(of).all() for of in found)
+        if is_usable: near.rises, near.has_looked = found, True   # gradients of a broken model say nothing
     def propose(self, source, runner, step, chance):
-        how = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}
+        how, near = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}, self.near(runner)
         prices = how[source](runner, step, chance)
-        plan = None if prices is None else self.cheapest(runner, prices)
+        plan = None if prices is None else self.cheapest(near, prices)
         if plan is None or str(plan) in self.tried: return None
         self.tried.add(str(plan))
         return plan
 
-@patch
-def get_ready(self:LevelTrack, runner, drawn):
-    """Find the moves from the plan, and look at what they do if two proposals or more will come of it
-
-    Parameters
-    ----------
-    runner
-        that the next round starts from
-    drawn
-        names of the sources that will be asked
-    """
-    if runner.seen is None: runner.seen = self.find_near(runner.plan)
-    near = runner.seen
-    if not self.look or near.has_looked or drawn.count("curves") < 2: return
-    near.has_looked = True
-    meter, plan = self.meter, self.limits.plan(runner.plan)
-    eval_fn, share = meter.on(self.look_share)
-    rises, cost = self.look.rises(plan, runner.plan, near.moves, self.pieces(eval_fn), meter.around)
-    meter.count(share*cost)
-    is_usable = all(np.isfinite(of).all() for of in rises)
-    if is_usable: near.rises = rises   # gradients of a broken model say nothing
-
+# %% ../../nbs/plans/10_joint.ipynb #039acc3a
 @patch
 def find_near(self:LevelTrack,
     levels:list, # {method: level} of each choice
@@ -782,20 +791,80 @@ def find_near(self:LevelTrack,
         options.append(replace(choice, levels=[move.levels for move in own]))
     costs = rises_around(option_costs(limits.applier, options, stay, limits.names), stay, limits.names)
     rises = [by_sweeps(choice, own) for choice, own in zip(limits.choices, here, strict=True)]
-    return Near(here, costs, rises)
+    return Near(levels, here, costs, rises)
+
+# %% ../../nbs/plans/10_joint.ipynb #97d48b19
+@patch
+def by_gradients(self:LevelTrack,
+    near:Near, # where to look
+)->list:       # for each choice `[moves, 2]`: what each adds to the damage
+    """One backward pass at the plan
+
+    Parameters
+    ----------
+    near : Near
+        where to look
+
+    Returns
+    -------
+    list
+        for each choice `[moves, 2]`: what each adds to the damage
+    """
+    meter, plan, look = self.meter, self.limits.plan(near.plan), Look(self.limits.applier, self.limits.choices)
+    eval_fn, share = meter.on(self.look_share)
+    rises, cost = look.rises(plan, near.plan, near.moves, self.pieces(eval_fn), meter.around)
+    meter.count(share*cost)
+    return rises
+
+@patch
+def by_probes(self:LevelTrack,
+    near:Near, # where to look
+    now:float, # its damage
+)->list:       # for each choice `[moves, 2]`: what each adds to the damage
+    """Each method of each choice is measured a rung to either side; other moves in proportion
+
+    Parameters
+    ----------
+    near : Near
+        where to look
+    now : float
+        its damage
+
+    Returns
+    -------
+    list
+        for each choice `[moves, 2]`: what each adds to the damage
+    """
+    sides = [_sides(own) for own in near.moves]
+    others, found = [], []
+    for own in sides: others.append([move.levels for move in own])
+    known = now if self.look_share == 1 else None
+    rises = probe(self, near.plan, others, self.look_share, known)
+    for own, tried, more in zip(near.moves, sides, rises, strict=True):
+        slopes = {(move.method, move.way > 0): rise/move.way for move, rise in zip(tried, more, strict=True)}
+        added = [slopes.get((move.method, move.way > 0), 0.)*move.way for move in own]
+        found.append(np.array([added, np.zeros(len(own))]).T)
+    return found
+
+def _sides(own:list)->list:
+    "Of the moves of a choice the one that is nearest to a rung, for each method and side"
+    nearest = {}
+    for move in sorted(own[1:], key=lambda move: abs(abs(move.way) - 1)):
+        nearest.setdefault((move.method, move.way > 0), move)
+    return list(nearest.values())
 
 # %% ../../nbs/plans/10_joint.ipynb #f9c73c45
 @patch
 def cheapest(self:LevelTrack,
-    runner:Runner, # whose plan is moved
-    prices:list,   # for each choice an array, a number for each move; infinite: barred
+    near:Near,   # where the plan can go
+    prices:list, # for each choice an array, a number for each move; infinite: barred
 )->list|None:      # {method: level} of each choice; None: nothing moves within the budgets
     """The plan with the lowest sum of prices that was counted to be within the budgets
 
     Parameters
     ----------
-    runner : Runner
-        whose plan is moved
+    near : Near
+        where the plan can go
     prices : list
         for each choice an array, a number for each move; infinite: barred
 
@@ -804,7 +873,7 @@ def cheapest(self:LevelTrack,
     list|None
         {method: level} of each choice; None: nothing moves within the budgets
     """
-    near, limits = runner.seen, self.limits
+    limits = self.limits
     is_open = [np.isfinite(of) for of in prices]
     damage = _where(is_open, prices)
     costs = {name: _where(is_open, added) for name, added in near.costs.items()}
@@ -815,7 +884,7 @@ def cheapest(self:LevelTrack,
     picked = choose_within(damage, costs, options, limits.budgets, limits.applier, apart, gap=1e-3)
     if picked is None: return None
     found = [choice.levels[k] for choice, k in zip(options, picked, strict=True)]
-    return None if found == runner.plan else found
+    return None if found == near.plan else found
 
 def _where(is_open:list, numbers:list)->list:
     "For each choice the numbers of the moves that are not barred"
@@ -844,13 +913,6 @@ def within_reach(
     far = np.abs(ways)
     nearest = far[1:].min(initial=math.inf)
     return np.where(far <= max(step, nearest) + 1e-9, prices, math.inf)
-
-@patch
-def ways(self:Near)->list:
-    "For each choice how far each move goes, above 0 to the milder side"
-    found = []
-    for own in self.moves: found.append(np.array([move.way for move in own]))
-    return found
 
 # %% ../../nbs/plans/10_joint.ipynb #71a7ed7d
 @patch
