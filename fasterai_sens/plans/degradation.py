@@ -102,7 +102,7 @@ class SizePoint(Saved):
         return cls(**d)
 
 # %% ../../nbs/plans/12_degradation.ipynb #5da08cfc
-@dataclass(repr=False)
+@dataclass
 class DegradationResult(Saved):
     """A metric over the size of a model, largest size first
 

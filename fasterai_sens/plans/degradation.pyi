@@ -29,7 +29,7 @@ class SizePoint(Saved):
     @classmethod
     def from_dict(cls, d) -> Any: ...
 
-@dataclass(repr=False)
+@dataclass
 class DegradationResult(Saved):
     compression: str
     cost: str

@@ -150,7 +150,7 @@ def points_of(
                      "give recommend_compression_target full_scale, max_drop or max_drop_pct")
 
 # %% ../../nbs/plans/13_verdicts.ipynb #378cd48b
-@dataclass(repr=False)
+@dataclass
 class CompressionTarget:
     """How much may be lost, and the size to take
 
@@ -317,7 +317,7 @@ def identify_critical_layers(
         raise TypeError(f"result is a SensitivityResult or a SweepResult; got {type(result).__name__}")
     least = -math.inf if min_drop is None else _check_min_drop(min_drop)
     worst = _worst_damages(result)
-    names = [name for name, d in worst.items() if d > least or min_drop is None]
+    names = [name for name, d in worst.items() if d > least]
     ranked = sorted(names, key=worst.get, reverse=True)
     return ranked if n is None else ranked[:check_count(n, "n", least=0)]
 
@@ -341,7 +341,7 @@ def _worst_damages(
     return worst
 
 # %% ../../nbs/plans/13_verdicts.ipynb #9ec349c2
-@dataclass(repr=False)
+@dataclass
 class Validation(Saved):
     """Whether a compressed model keeps to its target: `if validation: ...`
 
