@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'WeightWatch', 'untouched', 'refuse_writing',
-           'evaluate', 'Unsteady', 'Workbench', 'workbench', 'never', 'stop_rule', 'rows_of', 'check_training',
-           'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps', 'Distrusted', 'AsItComes', 'persist',
-           'Measurement', 'warn_if_other', 'score_text', 'Compared', 'evaluate_steps', 'as_results',
-           'check_sweep_heard', 'measure']
+           'evaluate', 'Unsteady', 'Workbench', 'briefly', 'workbench', 'never', 'stop_rule', 'rows_of',
+           'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps', 'Distrusted',
+           'AsItComes', 'persist', 'Measurement', 'warn_if_other', 'score_text', 'Compared', 'evaluate_steps',
+           'as_results', 'check_sweep_heard', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
 import math
@@ -27,7 +27,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core.fingerprint import inner_tensors
-from ..core.keeping import Spare, Tray, forget_casts, keep_modules
+from ..core.keeping import Spare, Tray, forget_casts, keep_modules, keep_values
 from ..core.signals import PutBack, under
 from ..core.state import Snapshot, leave_no_trace
 from ..core.protocol import Perturbation
@@ -450,6 +450,32 @@ def in_place(self:Workbench,
         restore_modules()
         for t in tensors: self.watch.counts[self.place[id(t)]] = t._version   # the perturbation may have added to them
         self.start.put_back(is_same=is_well)
+
+# %% ../../nbs/measure/07_loop.ipynb #f8755eba
+@contextmanager
+def briefly(
+    perturbation,    # any
+    model:nn.Module, # in a state in which it may be looked at
+    unit,            # what is compressed in the block; nothing else may change there
+):
+    """In the block `unit` is compressed, for the price of the unit where the perturbation keeps to it
+
+    Parameters
+    ----------
+    perturbation
+        any
+    model : nn.Module
+        in a state in which it may be looked at
+    unit
+        what is compressed in the block; nothing else may change there
+    """
+    if not _stays_in_unit(perturbation) or perturbation.reshapes:
+        with perturbation(model, unit): yield model
+        return
+    with PutBack(partial(keep_values, unit.tensors), partial(keep_modules, model, unit.modules)):
+        perturbation.change(model, unit)
+        forget_casts()
+        yield model
 
 # %% ../../nbs/measure/07_loop.ipynb #aa34ef18
 @patch
