@@ -513,7 +513,7 @@ def estimate(self:SensitivityAnalyzer,
     *, by="fisher",           # "fisher", "taylor" or "output_error", see `estimators`
     # measure so many units, too, chosen over the range; the result's `agreement` says how they compare
     check=0,
-    size=30,                  # samples of a piece of the data
+    size=30,                  # samples of a piece of the data; 150 are looked at, or one piece
     granularity=None,         # this and all further options: as in `analyze`
     layers=None,              # names of layers; None: all, or those that `levels` names
     layer_types=None,         # a module class, or several in a list; None: all
@@ -543,7 +543,7 @@ def estimate(self:SensitivityAnalyzer,
         measure so many units, too, chosen over the range; the result's `agreement` says how they
         compare
     size : default 30
-        samples of a piece of the data
+        samples of a piece of the data; 150 are looked at, or one piece
     granularity : default None
         this and all further options: as in `analyze`
     layers : default None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['n_samples', 'cut', 'in_pieces', 'Piece', 'drawn', 'pieces_of', 'has_gradients', 'chosen', 'picked', 'has_parts',
-           'readers', 'by_inputs', 'through_gates', 'Curvature', 'curvature']
+           'readers', 'by_inputs', 'through_gates', 'Curvature', 'curvature', 'dotted']
 
 # %% ../../nbs/measure/09_curvature.ipynb #43fd7582
 import math
@@ -22,6 +22,7 @@ from ..core.layers import filters_first
 from ..methods.channels import ChannelGroup, n_outputs
 from .objectives import Divergence, Evaluation, class_axis, evaluation, kl_divergence, pairs_of
 from .data import ClassifierData, classified, means_where
+from .loop import briefly
 
 # %% ../../nbs/measure/09_curvature.ipynb #81ee2770
 def n_samples(
@@ -493,8 +494,7 @@ def through_gates(
     for part, unit in readers(group):
         numbers = dict(whole).get(unit.weight, unit.weight.detach())
         by_group = by_inputs(part, unit, gradients[unit.weight]*numbers)
-        all_but_inputs = (1, *range(3, by_group.dim()))
-        of_inputs = by_group.sum(all_but_inputs).flatten().cpu().float()
+        of_inputs = by_group.sum(1).unsqueeze(-1).flatten(2).sum(2).flatten().cpu().float()
         total.index_add_(0, torch.tensor(part.roots), of_inputs[torch.tensor(part.idxs)])
     return total
 
@@ -534,6 +534,8 @@ class Curvature:
         tensor -> its numbers if no channel were closed, where some are
     cost : int, default 0
         forward passes of one sample that it took; a backward pass counts as two
+    is_untouched : bool, default False
+        what diverges from the untouched model has no slope, and none was taken
     """
     slopes:dict=field(default_factory=dict)  # tensor -> gradient, same shape
     fishers:dict=field(default_factory=dict) # tensor -> mean square of a sample's gradient, same shape
@@ -542,12 +544,13 @@ class Curvature:
     n:int=0          # samples that were looked at
     whole:dict=field(default_factory=dict)   # tensor -> its numbers if no channel were closed, where some are
     cost:int=0       # forward passes of one sample that it took; a backward pass counts as two
+    is_untouched:bool=False # what diverges from the untouched model has no slope, and none was taken
 
 @patch
 def remember(self:Curvature,
     gradients:dict, # tensor -> gradient on one piece
     scale:float,    # what a square of them counts
-    groups,         # of `ChannelGroup`
+    gates:dict,     # name of a group -> gradient of its gates
 ):
     """Nothing: the squares are enough
 
@@ -557,8 +560,8 @@ def remember(self:Curvature,
         tensor -> gradient on one piece
     scale : float
         what a square of them counts
-    groups
-        of `ChannelGroup`
+    gates : dict
+        name of a group -> gradient of its gates
     """
 
 @patch
@@ -582,16 +585,20 @@ def add(self:Curvature,
         raise ValueError(
             "the objective has no gradients: it was computed without a graph, or it is a count such as accuracy; "
             "give data with a loss, such as evaluation(data, metric, objective='kl')")
-    slopes = _gradients(piece.loss, tensors, keep=piece.likelihood is not None)
-    steep = slopes if piece.likelihood is None else _gradients(piece.likelihood, tensors)
+    steep = slopes = None
+    if piece.likelihood is None: steep = slopes = _gradients(piece.loss, tensors)
+    else:
+        if not self.is_untouched: slopes = _gradients(piece.loss, tensors, keep=True)
+        steep = _gradients(piece.likelihood, tensors)
     scale = piece.n*piece.n*piece.places   # a mean over n has a square n times smaller, and counts n times
-    self.remember(steep, scale, groups)
+    gates = {g.name: through_gates(g, steep, self.whole) for g in groups}
+    self.remember(steep, scale, gates)
     for t in tensors:
-        _add(self.slopes, t, slopes[t]*piece.n)
-        _add(self.fishers, t, steep[t].square()*scale)
+        if slopes: _add(self.slopes, t, slopes[t]*piece.n)
+        _add(self.fishers, t, steep[t].square().mul_(scale))
     for g in groups:
-        slope, fisher = (through_gates(g, of, self.whole) for of in (slopes, steep))
-        self._add_gate(g.name, slope*piece.n, fisher.square()*scale)
+        slope = through_gates(g, slopes, self.whole) if slopes else torch.zeros_like(gates[g.name])
+        self._add_gate(g.name, slope*piece.n, gates[g.name].square()*scale)
     self.value += piece.loss.item()*piece.n
     self.n += piece.n
     self.cost += piece.cost
@@ -610,6 +617,7 @@ def curvature(
     groups=(),       # of `ChannelGroup`, whose channels are looked at; the model must be whole
     size:int=30,     # samples of a piece
     kind:type=Curvature, # what is kept of each piece
+    is_untouched:bool=False, # no plan is in force: a divergence from the untouched model has no slope there
 )->Curvature:
     """Slope and curvature of the objective at the model's present weights. Raises ValueError if it has no gradients
 
@@ -627,6 +635,8 @@ def curvature(
         samples of a piece
     kind : type, default Curvature
         what is kept of each piece
+    is_untouched : bool, default False
+        no plan is in force: a divergence from the untouched model has no slope there
 
     Returns
     -------
@@ -634,20 +644,38 @@ def curvature(
     """
     all_units = [*units, *(unit for g in groups for _, unit in readers(g))]
     tensors = list(dict.fromkeys(t for unit in all_units for t in unit.tensors))
-    found = kind()
+    found = kind(is_untouched=is_untouched)
     with leave_no_trace(model, weights=()), torch.enable_grad():
         model.eval()
         for t in tensors: t.requires_grad_(True)
         forget_casts()
         for piece in pieces(model, size): found.add(piece, tensors, groups)
-    for t in tensors:
-        found.slopes[t] /= found.n
-        found.fishers[t] /= found.n
+    for sums in (*found.slopes.values(), *found.fishers.values()): sums /= found.n
     for name, of in found.gates.items(): found.gates[name] = tuple(sums/found.n for sums in of)
     found.value /= found.n
     return found
 
 # %% ../../nbs/measure/09_curvature.ipynb #8ea7484c
+def dotted(
+    a:Tensor, # any shape, on any device
+    b:Tensor, # the same
+)->float:
+    """Sum of the products of two tensors, without one for the products
+
+    Parameters
+    ----------
+    a : Tensor
+        any shape, on any device
+    b : Tensor
+        the same
+
+    Returns
+    -------
+    float
+    """
+    return torch.dot(a.reshape(-1), b.reshape(-1)).item()
+
+# %% ../../nbs/measure/09_curvature.ipynb #6de9f373
 @patch
 def terms(self:Curvature,
     tensors:list, # whose numbers change
@@ -669,8 +697,8 @@ def terms(self:Curvature,
     """
     by_slope = by_bend = 0.
     for t, d in zip(tensors, changes, strict=True):
-        by_slope += float((self.slopes[t]*d).sum())
-        by_bend += float((self.fishers[t]*d.square()).sum())/2
+        if t in self.slopes: by_slope += dotted(self.slopes[t], d)
+        by_bend += dotted(self.fishers[t], d.square())/2
     return by_slope, by_bend
 
 @patch
@@ -744,15 +772,17 @@ def rises(self:Curvature,
     list
         of float
     """
-    if isinstance(unit, ChannelGroup): return [self._closed(unit, p) for p in perturbations]
+    if isinstance(unit, ChannelGroup):
+        known = {}
+        return [self._closed(unit, p, known) for p in perturbations]
     tensors, found = unit.tensors, []
     for perturb in perturbations:
-        with perturb(model, unit): changed = [t.detach().clone() for t in unit.tensors]
+        with briefly(perturb, model, unit): changed = [t.detach().clone() for t in unit.tensors]
         found.append(self.rise(tensors, changed))
     return found
 
 @patch
-def _closed(self:Curvature, group:ChannelGroup, perturb)->float:
+def _closed(self:Curvature, group:ChannelGroup, perturb, known:dict)->float:
     "What the objective adds when channels are closed that the perturbation would take out"
-    gone = [c for granule in perturb.goes(group) for c in granule]
+    gone = [c for granule in perturb.goes(group, known) for c in granule]
     return sum(self.gate_terms(group.name, gone))
