@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from toys import Net, unchanged
 
-from fasterai_sens import Plan, SensitivityAnalyzer, Sparse, Sparsifier, SweepResult, allocate, changes, fingerprint
+from fasterai_sens import Plan, SensitivityAnalyzer, Sparse, Sparsifier, SweepResult, allocate, changes, fingerprint, quantize_model
 from fasterai_sens.core.calibration import Calibration, columns, gather
 from fasterai_sens.core.layers import filters_first, find_units
 from fasterai_sens.methods.sparsify import sparsity_mask
@@ -185,3 +185,39 @@ def test_an_analysis_measures_what_will_be_done(tmp_path):
     with Applier(model, x[:1], settings=plan.settings, calibration_data=x)(plan): kept = F.mse_loss(model(x), pictures()(x))
     plan.apply(model, x[:1], reconstruct=False)
     assert kept < .5*F.mse_loss(model(x), pictures()(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"quant_symmetric": False}, {"quant_group_size": 3}, {"quant_per_channel": False}, {"quant_activations": "both"}], ids=str)
+def test_bits_for_a_while_and_for_good(options):
+    """Grids of every kind: as few numbers as the bits allow, nearer to the dense model, the same from an Applier and `quantize_model`, and taken back"""
+    model, x = pictures(), smooth(60, 3, 8, 8)
+    wanted, bits = model(x).detach(), dict.fromkeys(["0", "3", "5", "7", "10"], 4)
+    if options.get("quant_group_size"): bits.pop("7")
+    def error(): return float((model(x).detach() - wanted).square().mean())
+    with quantize_model(model, bits, calibration_data=x, **options): plain = error()
+    with unchanged(model), quantize_model(model, bits, calibration_data=x, reconstruct=True, **options) as applied:
+        assert error() < .8*plain
+        inside = {name: t.clone() for name, t in model.state_dict().items()}
+        if not options: assert max(len(row.unique()) for row in model[0].weight.flatten(1)) <= 15
+        assert applied.plan.settings["reconstruct"] is True and not applied.round()
+    settings = {"quantization": applied.plan.settings | {"reconstruct": x}}
+    with unchanged(model), Applier(model, x[:1], settings=settings, calibration_data=x)(Plan(quantization=bits)):
+        assert all(torch.equal(t, inside[name]) for name, t in model.state_dict().items())
+
+
+def test_zeros_stay_zeros_on_their_grids():
+    """A plan of both methods, each refitted: what sparsity dropped is still zero in four bits, and weights that were trained since are noticed"""
+    model = pictures()
+    plan = Plan(sparsity={"5": 60}, quantization={"0": 4, "5": 4})
+    done = copy.deepcopy(model)
+    held = plan.apply(done, x[:1], reconstruct=x)
+    assert int((done[5].weight == 0).sum()) >= int(.6*done[5].weight.numel())
+    assert torch.equal(done[5].weight == 0, held["sparsity"].masks["5"].logical_not() | (done[5].weight == 0))
+    done[0].weight.data += .01
+    with pytest.warns(UserWarning): held["quantization"].remove()
+    cut = copy.deepcopy(model)
+    plan.apply(cut, x[:1])
+    wanted = model(x)
+    again = copy.deepcopy(model)
+    plan.apply(again, x[:1], reconstruct=x)
+    assert F.mse_loss(again(x), wanted) < .5*F.mse_loss(cut(x), wanted)

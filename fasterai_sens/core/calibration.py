@@ -618,7 +618,8 @@ def in_turn(self:Calibration,
 def change_all(
     model:nn.Module, # compressed in place
     changes:dict,    # `Unit` -> perturbation
-)->list:             # what `change` returned for each
+    note:Callable=lambda done: None, # called with what `change` returned, after each
+):
     """Compress several units; if their perturbations refit, in the order of their calls
 
     Parameters
@@ -627,18 +628,14 @@ def change_all(
         compressed in place
     changes : dict
         `Unit` -> perturbation
-
-    Returns
-    -------
-    list
-        what `change` returned for each
+    note : Callable, default lambda done: None
+        called with what `change` returned, after each
     """
     sources = [getattr(p, "reconstruct", None) for p in changes.values()]
     calibration = next(filter(None, sources), None)
-    if calibration is None: return [p.change(model, unit) for unit, p in changes.items()]
-    done = []
     def act(unit, moments):
         perturbation = replace(changes[unit], reconstruct=moments)
-        done.append(perturbation.change(model, unit))
-    calibration.in_turn(model, list(changes), act)
-    return done
+        note(perturbation.change(model, unit))
+    if calibration: calibration.in_turn(model, list(changes), act)
+    else:
+        for unit, perturbation in changes.items(): note(perturbation.change(model, unit))

@@ -29,7 +29,11 @@ from ..core.protocol import Perturbation, method
 from ..core.plans import BitPlan, check_method
 from ..core.inputs import batches, call, mapped
 from ..core.layers import filters_first, find_units, place, target_units
-from .grids import asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows
+from ..core.fitting import settle_columns
+from ..core.calibration import as_calibration, change_all, find_calibration, noted
+from fasterai_sens.methods.grids import (
+    asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows, weight_grid
+)
 from .observers import MinMax, find_observer
 
 # %% ../../nbs/methods/04_quantize.ipynb #b10614c5
@@ -191,6 +195,8 @@ class Quantized(Perturbation):
         what found `ranges`, for the result
     observed_on : str|None, default None
         the data in which it found them, for the result
+    reconstruct : object, default None
+        data: weights make up for what the others are rounded; None: no
     """
     bits:int=8                # 2..16
     per_channel:bool=True     # a scale for each output channel, or one for the layer
@@ -199,6 +205,7 @@ class Quantized(Perturbation):
     ranges:Mapping=field(default_factory=dict, repr=False) # side -> unit name -> (lo, hi); empty: weights only
     observer:str|None=None    # what found `ranges`, for the result
     observed_on:str|None=None # the data in which it found them, for the result
+    reconstruct:object=field(default=None, repr=False) # data: weights make up for what the others are rounded; None: no
     stays_in_unit = True
     default_level = 8
     outlasts_training = False   # weights move off their grid
@@ -209,13 +216,14 @@ class Quantized(Perturbation):
     def __post_init__(self):
         object.__setattr__(self, "bits", check_bits(self.bits))   # the class is frozen
         check_group_size(self.group_size, self.per_channel)
+        object.__setattr__(self, "reconstruct", as_calibration(self.reconstruct))
     @property
     def level(self): return self.bits
     @property
     def strength(self): return -self.bits
     @property
     def settings(self):
-        return dict(
+        chosen = dict(
             bits=self.bits,
             per_channel=self.per_channel,
             group_size=self.group_size,
@@ -224,6 +232,7 @@ class Quantized(Perturbation):
             ranges=self.observer,
             observed_on=self.observed_on,
         )
+        return chosen | noted(self.reconstruct)
 
 # %% ../../nbs/methods/04_quantize.ipynb #05e34b60
 @patch
@@ -268,6 +277,7 @@ def configure(cls:Quantized, *,
     quant_symmetric=True,    # zero in the middle of the weights' grids, or grids that span the weights
     calibration_data=None,   # where activations are observed
     sample=None,             # one example input; observed if there is no calibration data
+    reconstruct=None,        # data, or True for `calibration_data`: weights make up for others' rounding; None: no
 ):                           # function from bits to `Quantized`
     """Observe the activations of all `units`, if they are quantized too
 
@@ -293,12 +303,15 @@ def configure(cls:Quantized, *,
         where activations are observed
     sample : default None
         one example input; observed if there is no calibration data
+    reconstruct : default None
+        data, or True for `calibration_data`: weights make up for others' rounding; None: no
 
     Returns
     -------
     function from bits to `Quantized`
     """
-    chosen = cls(per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
+    how = dict(per_channel=quant_per_channel, group_size=quant_group_size, symmetric=quant_symmetric)
+    chosen = cls(**how, reconstruct=find_calibration(reconstruct, calibration_data, sample))
     at = find_sides(quant_activations)
     make = find_observer("minmax" if quant_ranges is None else quant_ranges)
     if not at and quant_ranges is not None:
@@ -369,7 +382,9 @@ def change(self:Quantized, model, unit)->list: # of the hooks on activations
     list
         of the hooks on activations
     """
-    self.round_weight(unit)
+    moments = self.reconstruct and self.reconstruct.find(model, unit)
+    if moments: unit.weight.data.copy_(self.fitted(unit, moments))
+    else: self.round_weight(unit)
     forget_casts()
     hooks = []
     for side, found in self.ranges.items():
@@ -379,6 +394,59 @@ def change(self:Quantized, model, unit)->list: # of the hooks on activations
         round_there = partial(fake_quantize, grid=grid)
         for module in unit.multiplying: hooks.append(hook_side(module, side, round_there))
     return hooks
+
+# %% ../../nbs/methods/04_quantize.ipynb #a6ef3430
+def _ends(
+    rows:Tensor,    # weights, a row for each grid
+    symmetric:bool, # whether the largest magnitude makes the grid, or both ends
+)->Tensor:          # bool, same shape
+    "Where the weights are that make the grids"
+    ends = [rows.abs().argmax(1)] if symmetric else [rows.argmin(1), rows.argmax(1)]
+    found = torch.zeros_like(rows, dtype=torch.bool)
+    for at in ends: found.scatter_(1, at[:, None], True)
+    return found
+
+class _Snapped:
+    "Weights `[groups, rows, columns]` to be put on their grids, one column at a time"
+    def __init__(self,
+        filters:Tensor,     # the weights before
+        how:Quantized,      # bits, and what shares a grid
+        groups:int,         # of the layer
+    ):
+        options = how.bits, how.per_channel, how.group_size, how.symmetric
+        grid, rows = weight_grid(filters, *options), scale_rows(filters, how.per_channel, how.group_size)
+        def spread(t): return t.expand(rows.shape).reshape(groups, len(filters)//groups, -1)
+        self.scale, self.zero = spread(grid.scale[:, None]), spread(grid.zero[:, None])
+        self.low, self.high = (-grid.high if how.symmetric else grid.low), grid.high
+        self.fixed = spread(_ends(rows, how.symmetric) | (rows == 0))
+        self.plain = fake_quantize_weight(filters, *options).reshape(self.fixed.shape)
+    def __call__(self, column:Tensor, i:int)->Tensor:
+        scale, zero = self.scale[..., i], self.zero[..., i]
+        steps = (column/scale).round() + zero
+        snapped = (steps.clamp(self.low, self.high) - zero)*scale
+        return torch.where(self.fixed[..., i], self.plain[..., i].to(column.dtype), snapped)
+
+@patch
+def fitted(self:Quantized,
+    unit,    # whose weight it is; itself untouched
+    moments, # `Moments` of its inputs
+)->Tensor:   # shaped like the weight
+    """The weight of `unit` on its grids, so that its outputs are nearly what they were
+
+    Parameters
+    ----------
+    unit
+        whose weight it is; itself untouched
+    moments
+        `Moments` of its inputs
+
+    Returns
+    -------
+    Tensor
+        shaped like the weight
+    """
+    snap = _Snapped(unit.filters, self, len(moments.own))
+    return moments.fitted(unit, lambda wanted, own: settle_columns(wanted, own, snap))
 
 # %% ../../nbs/methods/04_quantize.ipynb #02a95c33
 def packed_bytes(
@@ -482,6 +550,28 @@ class AppliedPlan:
         self.plan = plan
         self.kept = kept
         self.hooks = hooks
+        self.fitted = {}     # unit -> the numbers of its weight, where they were refitted
+    def as_put(self,
+        unit,            # one of those in `kept`
+        change,          # its `Quantized`
+        original:Tensor, # the numbers that its weight had
+    )->Tensor:
+        """The numbers that the weight got
+
+        Parameters
+        ----------
+        unit
+            one of those in `kept`
+        change
+            its `Quantized`
+        original : Tensor
+            the numbers that its weight had
+
+        Returns
+        -------
+        Tensor
+        """
+        return self.fitted[unit] if unit in self.fitted else change.rounded(unit, original)
     @property
     def size_bytes(self)->int: return self.plan.size_bytes
     @uncut
@@ -520,7 +610,7 @@ def round(self:AppliedPlan)->list: # names of the layers that were trained
     trained = []
     for unit, change, weight, original in self.kept:
         if _is_now(weight, original): continue
-        if _is_now(weight, change.rounded(unit, original)): continue
+        if _is_now(weight, self.as_put(unit, change, original)): continue
         weight.data.copy_(change.rounded(unit, weight))
         trained.append(unit.name)
     forget_casts()
@@ -541,7 +631,7 @@ def remove(self:AppliedPlan):
         forget_casts()
         mine = [module for module, holder in _in_force.items() if holder() is self]
         for module in mine: del _in_force[module]
-        self.kept, self.hooks = [], []
+        self.kept, self.hooks, self.fitted = [], [], {}
     if not trained: return
     names = ", ".join(trained[:5])
     if len(trained) > 5: names += ", ..."
@@ -561,6 +651,10 @@ def _measured_options(plan)->dict:
     options["quant_activations"] = "both" if "and" in activations else activations
     options["quant_ranges"] = settings["ranges"]
     return options
+
+def _reconstruct_of(settings):
+    "Whether layers were refitted when something was measured, or the data to do it on; None: it does not say"
+    return settings.get("reconstruct")
 
 def _same_option(name:str, given, measured)->bool:
     "Whether two values of an option mean the same"
@@ -707,8 +801,9 @@ def _apply(model:nn.Module, changes:dict, plan)->AppliedPlan:
     kept = [(unit, change, unit.weight, unit.weight.detach().clone()) for unit, change in changes.items()]
     applied = AppliedPlan(model, _describe_changes(model, changes, plan), kept, hooks=[])
     with PutBackOnError(lambda: applied.remove):
+        change_all(model, changes, applied.hooks.extend)
         for unit, change in changes.items():
-            applied.hooks += change.change(model, unit)
+            if change.reconstruct: applied.fitted[unit] = unit.weight.detach().clone()
         for unit in changes:
             for module in unit.modules: _in_force[module] = ref(applied)
     return applied
@@ -724,6 +819,9 @@ def quantize_model(
     quant_group_size=None,  # how many weights of an output channel share a scale; None: as measured, else all of them
     quant_ranges=None,      # how ranges are found, such as "mse"; None: as measured, else "minmax"
     quant_symmetric=None,   # zero in the middle of the weights' range; None: as measured, else True
+    # data, or True for `calibration_data`: weights make up for what others are rounded; False: they do not;
+    # None: as measured
+    reconstruct=None,
 )->AppliedPlan:
     """Fake-quantize `model` in place; for training see `AppliedPlan.round` and `QuantizeCallback`
 
@@ -750,6 +848,9 @@ def quantize_model(
         how ranges are found, such as "mse"; None: as measured, else "minmax"
     quant_symmetric : default None
         zero in the middle of the weights' range; None: as measured, else True
+    reconstruct : default None
+        data, or True for `calibration_data`: weights make up for what others are rounded; False: they
+        do not; None: as measured
 
     Returns
     -------
@@ -769,6 +870,8 @@ def quantize_model(
     if no_data and find_sides(options["quant_activations"]):
         raise ValueError("activations need ranges: give calibration_data, or a sample to observe them on")
     data = dict(calibration_data=calibration_data, sample=sample)
+    if reconstruct is None: reconstruct = _reconstruct_of(getattr(plan, "settings", {}))
+    data["reconstruct"] = reconstruct
     make = Quantized.configure(model=model, units=list(units), **data, **options)
     changes = {unit: make(bits) for unit, bits in units.items()}
     _check_changes(changes)
@@ -805,7 +908,9 @@ def options_from(cls:Quantized, settings):
     dict
         option -> value
     """
-    return plan_options(BitPlan(settings=settings))
+    options = plan_options(BitPlan(settings=settings))
+    reconstruct = _reconstruct_of(settings)
+    return options if reconstruct is None else options | dict(reconstruct=reconstruct)
 
 @patch(cls_method=True)
 def unprepared(cls:Quantized,
@@ -910,4 +1015,6 @@ def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibrat
     may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     options = plan_options(targets)
+    asked = _reconstruct_of(dict(settings))
+    options["reconstruct"] = _reconstruct_of(getattr(targets, "settings", {})) if asked is None else asked
     return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **options)
