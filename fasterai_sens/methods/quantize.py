@@ -414,12 +414,16 @@ class _Snapped:
         groups:int,         # of the layer
     ):
         options = how.bits, how.per_channel, how.group_size, how.symmetric
-        grid, rows = weight_grid(filters, *options), scale_rows(filters, how.per_channel, how.group_size)
-        def spread(t): return t.expand(rows.shape).reshape(groups, len(filters)//groups, -1)
-        self.scale, self.zero = spread(grid.scale[:, None]), spread(grid.zero[:, None])
-        self.low, self.high = (-grid.high if how.symmetric else grid.low), grid.high
-        self.fixed = spread(_ends(rows, how.symmetric) | (rows == 0))
-        self.plain = fake_quantize_weight(filters, *options).reshape(self.fixed.shape)
+        rows = scale_rows(filters, how.per_channel, how.group_size)
+        grid = weight_grid(filters, *options)
+        shape = groups, len(filters)//groups, -1
+        self.scale = grid.scale[:, None].expand(rows.shape).reshape(shape)
+        self.zero = grid.zero[:, None].expand(rows.shape).reshape(shape)
+        self.high = grid.high
+        self.low = -grid.high if how.symmetric else grid.low
+        stays = _ends(rows, how.symmetric) | (rows == 0)
+        self.fixed = stays.reshape(shape)
+        self.plain = fake_quantize_weight(filters, *options).reshape(shape)
     def __call__(self, column:Tensor, i:int)->Tensor:
         scale, zero = self.scale[..., i], self.zero[..., i]
         steps = (column/scale).round() + zero

@@ -75,8 +75,8 @@ class Quantized(Perturbation):
 class _Snapped:
     scale: Any
     zero: Any
-    low: Any
     high: Any
+    low: Any
     fixed: Any
     plain: Any
     def __init__(self, filters: Tensor, how: Quantized, groups: int) -> None: ...
