@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['tiny', 'largest_float', 'Grid', 'symmetric_grid', 'asymmetric_grid', 'fake_quantize', 'group_misfit', 'scale_rows',
-           'weight_grid', 'fake_quantize_weight']
+           'weight_grid', 'fake_quantize_weight', 'grid_values', 'grid_numbers', 'find_grid']
 
 # %% ../../nbs/methods/02_grids.ipynb #00f20130
 from dataclasses import dataclass
@@ -326,3 +326,127 @@ def fake_quantize_weight(
     if _is_ordinary(rows, grid): _snap(rows, grid, rounded)
     else: rounded.copy_(fake_quantize(rows, grid))
     return rounded.reshape(w.shape)
+
+# %% ../../nbs/methods/02_grids.ipynb #b17a6edf
+def _neighbours(
+    v:Tensor, # positive, any floating type
+)->tuple:     # float64
+    "The two numbers halfway to the next smaller and the next larger float of the same type"
+    as_int = v.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[v.element_size()])
+    below, above = (as_int - 1).view(v.dtype), (as_int + 1).view(v.dtype)
+    exact = v.double()
+    return (exact + below.double())/2, (exact + above.double())/2
+
+def _fit_scale(
+    rows:Tensor, # weights, a row for each grid
+    q:Tensor,    # float64, the whole number that each of them is to be
+)->Tensor:       # float32, for each row
+    "The scale in the middle of what all weights of a row allow"
+    is_zero = q == 0
+    low, high = _neighbours(rows.abs().masked_fill(is_zero, 1))
+    low = (low/q.abs()).masked_fill(is_zero, 0).amax(1)
+    high = (high/q.abs()).masked_fill(is_zero, torch.inf).amin(1)
+    return ((low + high)/2).nan_to_num(nan=1, posinf=1).float()
+
+def grid_values(
+    q:Tensor,    # whole numbers, from `grid.low` to `grid.high`, a row for each grid
+    grid:Grid,
+    dtype:torch.dtype, # of the weights
+)->Tensor:       # of this type, same shape
+    """The weights that the whole numbers stand for
+
+    Parameters
+    ----------
+    q : Tensor
+        whole numbers, from `grid.low` to `grid.high`, a row for each grid
+    grid : Grid
+        a `Grid`: the numbers `scale*(q - zero)` for the integers `q` from `low` to `high`
+    dtype : torch.dtype
+        of the weights
+
+    Returns
+    -------
+    Tensor
+        of this type, same shape
+    """
+    limit = min(torch.finfo(dtype).max, largest_float)
+    values = (q - grid.zero[:, None]).float()*grid.scale[:, None]
+    return values.clamp_(-limit, limit).to(dtype)
+
+def grid_numbers(
+    rows:Tensor, # weights that are on their grids, a row for each
+    grid:Grid,
+)->Tensor:       # int64, from `grid.low` to `grid.high`
+    """The whole numbers that stand for the weights
+
+    Parameters
+    ----------
+    rows : Tensor
+        weights that are on their grids, a row for each
+    grid : Grid
+        a `Grid`: the numbers `scale*(q - zero)` for the integers `q` from `low` to `high`
+
+    Returns
+    -------
+    Tensor
+        int64, from `grid.low` to `grid.high`
+    """
+    q = (rows.double()/grid.scale.double()[:, None]).nan_to_num().round() + grid.zero[:, None]
+    return q.clamp_(grid.low, grid.high).long()
+
+# %% ../../nbs/methods/02_grids.ipynb #f58fd518
+def _step_counts(top:int, dtype:torch.dtype)->list:
+    "How many steps the extremes of a row may be apart: all, or some fewer; in short types extremes are blurred"
+    fewer = [n for n in range(top, top - 16, -1) if n > 0]
+    if dtype not in (torch.float16, torch.bfloat16): return fewer
+    return fewer + [top*(1 + k/4096) for k in range(-16, 17)]
+
+def _as_found(rows:Tensor, n_steps:float, top:int, symmetric:bool)->tuple:
+    "Scale, smallest whole number, and whether they are right, for each row, if its extremes are so many steps apart"
+    exact = rows.double()
+    lo, hi = exact.amin(1).clamp(max=0), exact.amax(1).clamp(min=0)
+    span = torch.maximum(-lo, hi) if symmetric else hi - lo
+    q = (exact/(span/n_steps)[:, None]).nan_to_num().round()
+    scale = _fit_scale(rows, q)
+    no_zero = torch.zeros(len(rows), dtype=torch.int32)
+    values = grid_values(q, Grid(scale, no_zero, 0, 0), rows.dtype)
+    smallest, largest = q.amin(1).clamp(max=0), q.amax(1).clamp(min=0)
+    used = torch.maximum(-smallest, largest) if symmetric else largest - smallest
+    right = (values == rows).all(1) & scale.isfinite() & (scale > 0) & (used <= top)
+    return scale, smallest, right
+
+def find_grid(
+    rows:Tensor,    # weights, a row for each grid, any floating dtype
+    bits:int,       # 2..16
+    symmetric=True, # zero in the middle, or grids that span the weights
+)->Grid|None:       # None: they are not on such grids
+    """Grids on which the weights are, to the last bit
+
+    Parameters
+    ----------
+    rows : Tensor
+        weights, a row for each grid, any floating dtype
+    bits : int
+        2..16
+    symmetric : default True
+        zero in the middle, or grids that span the weights
+
+    Returns
+    -------
+    Grid|None
+        None: they are not on such grids
+    """
+    top = 2**(bits - 1) - 1 if symmetric else 2**bits - 1
+    rows = rows.detach().cpu()
+    if rows.dtype == torch.float64: rows = rows.float()   # rounding is done in float32; what differs is not on a grid
+    scale, zero = torch.ones(len(rows)), torch.zeros(len(rows), dtype=torch.int32)
+    left = (rows != 0).any(1).nonzero().flatten()
+    for n_steps in _step_counts(top, rows.dtype):
+        if not len(left): break
+        found, smallest, right = _as_found(rows[left], n_steps, top, symmetric)
+        done = left[right]
+        scale[done] = found[right]
+        if not symmetric: zero[done] = -smallest[right].int()
+        left = left[~right]
+    if len(left): return None
+    return Grid(scale, zero, low=-top - 1 if symmetric else 0, high=top)

@@ -1105,3 +1105,60 @@ def apply(cls:LowRank, model, targets, *, sample=None, criteria=None, calibratio
     may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     return factorize(model, targets, sample=sample)
+
+# %% ../../nbs/methods/12_lowrank.ipynb #9f512d23
+@patch(cls_method=True)
+def remember(cls:LowRank, model)->list|None: # of (names, rank)
+    """Which layers are two
+
+    Parameters
+    ----------
+    model
+        any model, perhaps compressed
+
+    Returns
+    -------
+    list|None
+        of (names, rank)
+    """
+    found = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TwoLayers): found.setdefault(module, []).append(name)
+    return [(names, _rank_now(pair)) for pair, names in found.items()] or None
+
+def _rank_now(pair:TwoLayers)->int:
+    "The rank of each group of two layers"
+    second = pair[1]
+    if isinstance(second, transposed_convs): return len(second.weight)//second.groups
+    return second.weight.shape[1]
+
+def _blank_pair(module:nn.Module, rank:int)->TwoLayers:
+    "Two layers in the place of one, with any numbers"
+    w = module.weight
+    thin = [layer.weight.shape for layer in thin_layers(module, rank)]
+    weights = [nn.Parameter(torch.empty(shape, dtype=w.dtype, device=w.device)) for shape in thin]
+    return in_two(module, weights, rank)
+
+@patch(cls_method=True)
+def rebuild(cls:LowRank, model, data):
+    """Put two layers there, with any numbers. Raises ValueError for data that do not fit the model
+
+    Parameters
+    ----------
+    model
+        a fresh one, changed in place
+    data
+        from `remember`, through a file that may be damaged
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    pairs = {}
+    for names, rank in data:
+        module = known.get(names[0])
+        if module is None or not is_plain(module): raise ValueError(f"{names[0]!r} is no layer that can be two"[:200])
+        size = matrix_size(module)
+        is_smaller = isinstance(rank, int) and 0 < rank and size.n_numbers(rank) < size.n_numbers()
+        if not is_smaller: raise ValueError(f"{names[0]!r} cannot have rank {rank!r}"[:200])
+        pair = _blank_pair(module, rank)
+        for name in names:
+            if name in known: pairs[known[name]] = pair
+    swap_modules(model, pairs)
