@@ -43,6 +43,7 @@ from .plans.applier import Applier
 from .plans.baselines import erk, global_magnitude, lamp, uniform
 from .plans.choices import CostTable
 from .plans.degradation import DegradationResult, analyze_degradation
+from .plans.files import load_compressed, save_compressed
 from .plans.joint import search_plan
 from .plans.meter import SearchResult
 from .measure.norms import Recalibrated, reestimate_norms

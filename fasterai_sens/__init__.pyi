@@ -60,6 +60,8 @@ from .plans.baselines import uniform as uniform
 from .plans.choices import CostTable as CostTable
 from .plans.degradation import DegradationResult as DegradationResult
 from .plans.degradation import analyze_degradation as analyze_degradation
+from .plans.files import load_compressed as load_compressed
+from .plans.files import save_compressed as save_compressed
 from .plans.joint import search_plan as search_plan
 from .plans.meter import SearchResult as SearchResult
 from .plans.search import search_targets as search_targets

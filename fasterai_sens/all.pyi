@@ -59,6 +59,8 @@ from fasterai_sens import uniform as uniform
 from fasterai_sens import CostTable as CostTable
 from fasterai_sens import DegradationResult as DegradationResult
 from fasterai_sens import analyze_degradation as analyze_degradation
+from fasterai_sens import load_compressed as load_compressed
+from fasterai_sens import save_compressed as save_compressed
 from fasterai_sens import search_plan as search_plan
 from fasterai_sens import SearchResult as SearchResult
 from fasterai_sens import search_targets as search_targets

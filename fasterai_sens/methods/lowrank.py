@@ -1108,7 +1108,7 @@ def apply(cls:LowRank, model, targets, *, sample=None, criteria=None, calibratio
 
 # %% ../../nbs/methods/12_lowrank.ipynb #9f512d23
 @patch(cls_method=True)
-def remember(cls:LowRank, model)->list|None: # of (names, rank)
+def remember(cls:LowRank, model)->list|None: # of (names, rank, whether it is a table that is tied to a head)
     """Which layers are two
 
     Parameters
@@ -1119,25 +1119,26 @@ def remember(cls:LowRank, model)->list|None: # of (names, rank)
     Returns
     -------
     list|None
-        of (names, rank)
+        of (names, rank, whether it is a table that is tied to a head)
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TwoLayers): found.setdefault(module, []).append(name)
-    return [(names, _rank_now(pair)) for pair, names in found.items()] or None
+    return [(names, _rank_now(pair), _is_from_short(pair[1])) for pair, names in found.items()] or None
 
 def _rank_now(pair:TwoLayers)->int:
     "The rank of each group of two layers"
-    second = pair[1]
+    first, second = pair
+    if isinstance(pair, ShortTable): return first.weight.shape[1]
     if isinstance(second, transposed_convs): return len(second.weight)//second.groups
     return second.weight.shape[1]
 
-def _blank_pair(module:nn.Module, rank:int)->TwoLayers:
+def _blank_pair(module:nn.Module, rank:int, is_tied:bool)->TwoLayers:
     "Two layers in the place of one, with any numbers"
     w = module.weight
-    thin = [layer.weight.shape for layer in thin_layers(module, rank)]
+    thin = [layer.weight.shape for layer in thin_layers(module, rank, is_tied)]
     weights = [nn.Parameter(torch.empty(shape, dtype=w.dtype, device=w.device)) for shape in thin]
-    return in_two(module, weights, rank)
+    return in_two(module, weights, rank, is_tied)
 
 @patch(cls_method=True)
 def rebuild(cls:LowRank, model, data):
@@ -1152,13 +1153,13 @@ def rebuild(cls:LowRank, model, data):
     """
     known = dict(model.named_modules(remove_duplicate=False))
     pairs = {}
-    for names, rank in data:
+    for names, rank, is_tied in data:
         module = known.get(names[0])
         if module is None or not is_plain(module): raise ValueError(f"{names[0]!r} is no layer that can be two"[:200])
         size = matrix_size(module)
         is_smaller = isinstance(rank, int) and 0 < rank and size.n_numbers(rank) < size.n_numbers()
         if not is_smaller: raise ValueError(f"{names[0]!r} cannot have rank {rank!r}"[:200])
-        pair = _blank_pair(module, rank)
+        pair = _blank_pair(module, rank, bool(is_tied))
         for name in names:
             if name in known: pairs[known[name]] = pair
     swap_modules(model, pairs)
