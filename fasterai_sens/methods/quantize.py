@@ -25,14 +25,15 @@ from ..core.keeping import forget_casts
 from ..core.signals import PutBack, PutBackOnError, hold_signals, release_signals, uncut
 from ..core.state import leave_no_trace
 from ..core.checks import check_bits
-from ..core.protocol import Perturbation, method
+from ..core.protocol import Codes, Perturbation, method
 from ..core.plans import BitPlan, check_method
 from ..core.inputs import batches, call, mapped
 from ..core.layers import filters_first, find_units, place, target_units
 from ..core.fitting import settle_columns
 from ..core.calibration import as_calibration, change_all, find_calibration, noted
 from fasterai_sens.methods.grids import (
-    asymmetric_grid, fake_quantize, fake_quantize_weight, group_misfit, scale_rows, weight_grid
+    Grid, asymmetric_grid, fake_quantize, fake_quantize_weight, find_grid, grid_numbers, grid_values, group_misfit,
+    scale_rows, weight_grid
 )
 from .observers import MinMax, find_observer
 
@@ -86,6 +87,7 @@ def hook_side(
     def change(t): return f(t) if t.is_floating_point() else t
     def before(_, args, kwargs): return mapped(change, args), mapped(change, kwargs)
     def after(_, args, out): return mapped(change, out)
+    before.f = after.f = f   # what is saved with the model
     if side == "output": return module.register_forward_hook(after)
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -1022,3 +1024,145 @@ def apply(cls:Quantized, model, targets, *, sample=None, criteria=None, calibrat
     asked = _reconstruct_of(dict(settings))
     options["reconstruct"] = _reconstruct_of(getattr(targets, "settings", {})) if asked is None else asked
     return quantize_model(model, dict(targets), calibration_data=calibration_data, sample=sample, **options)
+
+# %% ../../nbs/methods/04_quantize.ipynb #257b2571
+@patch
+def _rows_of(self:Quantized, unit, t:Tensor)->Tensor:
+    "What is shaped like the weight of a unit, as one row for each grid"
+    return scale_rows(filters_first(unit.module, t), self.per_channel, self.group_size)
+
+@patch
+def _grid_in_force(self:Quantized, unit, rows:Tensor)->Grid|None:
+    "The grids to which the weights were rounded, if what was rounded is still known"
+    holder = _in_force.get(unit.module, lambda: None)()
+    for known, _, weight, original in getattr(holder, "kept", ()):
+        if weight is not unit.weight or original.shape != weight.shape: continue
+        filters = filters_first(known.module, original.cpu())
+        grid = weight_grid(filters, self.bits, self.per_channel, self.group_size, self.symmetric)
+        q = grid_numbers(rows, grid)
+        if torch.equal(grid_values(q, grid, rows.dtype), rows): return grid
+    return None
+
+@patch
+def encode(self:Quantized, unit)->Codes:
+    """Whole numbers and scales. Raises ValueError for weights that are not on such grids
+
+    Parameters
+    ----------
+    unit
+        a `Unit` that was compressed by this method at this level
+
+    Returns
+    -------
+    Codes
+        None: its weights are written as the numbers that they are
+    """
+    rows = self._rows_of(unit, unit.weight.detach().cpu())
+    grid = self._grid_in_force(unit, rows)
+    if grid is None: grid = find_grid(rows, self.bits, self.symmetric)
+    if grid is None:
+        how = "" if self.symmetric else " that span the weights"
+        raise ValueError(f"the weights of {unit.name} are not on grids of {self.bits} bits{how}: "
+                         "they were not rounded, or changed since")
+    q = grid_numbers(rows, grid) - grid.low
+    beside = dict(scale=grid.scale)
+    if not self.symmetric: beside["zero"] = grid.zero
+    return Codes(filters_first(unit.module, q.view(unit.filters.shape)), self.bits, beside)
+
+@patch
+def decode(self:Quantized, codes, unit)->Tensor:
+    """The weights on their grids. Raises ValueError for scales that do not fit
+
+    Parameters
+    ----------
+    codes
+        from `encode`, perhaps through a file
+    unit
+        with `weight` (of the right shape, any numbers) and `module`
+
+    Returns
+    -------
+    Tensor
+        tensor like the weight
+    """
+    q = self._rows_of(unit, codes.q)
+    scale = codes.beside["scale"]
+    zero = torch.zeros(len(q), dtype=torch.int32) if self.symmetric else codes.beside["zero"]
+    if scale.shape != q.shape[:1] or zero.shape != q.shape[:1] or scale.dtype != torch.float32:
+        raise ValueError(f"{len(q):,} rows of weights have {scale.numel():,} scales")
+    low = -2**(self.bits - 1) if self.symmetric else 0
+    grid = Grid(scale, zero, low, low + 2**self.bits - 1)
+    values = grid_values(q + low, grid, unit.weight.dtype)
+    as_filters = values.view(filters_first(unit.module, codes.q).shape)
+    return filters_first(unit.module, as_filters)
+
+# %% ../../nbs/methods/04_quantize.ipynb #6e439d85
+@patch(cls_method=True)
+def remember(cls:Quantized, model)->dict|None: # layer name -> list of (side, scale, zero, low, high)
+    """The grids of activations
+
+    Parameters
+    ----------
+    model
+        any model, perhaps compressed
+
+    Returns
+    -------
+    dict|None
+        layer name -> list of (side, scale, zero, low, high)
+    """
+    found = {}
+    for name, module in model.named_modules():
+        hooks = [(hook, "input") for hook in module._forward_pre_hooks.values()]
+        hooks += [(hook, "output") for hook in module._forward_hooks.values()]
+        for hook, side in hooks:
+            f = getattr(hook, "f", None)
+            if getattr(f, "func", None) is not fake_quantize: continue
+            grid = f.keywords["grid"]
+            numbers = float(grid.scale), int(grid.zero), grid.low, grid.high
+            found.setdefault(name, []).append((side, *numbers))
+    return found or None
+
+@patch(cls_method=True)
+def rebuild(cls:Quantized, model, data):
+    """Round the activations again. Raises ValueError for data that do not fit the model
+
+    Parameters
+    ----------
+    model
+        a fresh one, changed in place
+    data
+        from `remember`, through a file that may be damaged
+    """
+    modules = dict(model.named_modules())
+    for name, grids in data.items():
+        if name not in modules: raise ValueError(f"there is no module {name!r} whose activations are rounded"[:200])
+        for side, scale, zero, low, high in grids:
+            is_grid = side in ("input", "output") and scale > 0 and -2**16 <= low <= zero <= high <= 2**16
+            if not is_grid: raise ValueError(f"{name!r} has a grid for its activations that makes no sense"[:200])
+            device = next((p.device for p in modules[name].parameters()), None)
+            grid = Grid(torch.tensor([scale], device=device), torch.tensor([zero], device=device).int(), low, high)
+            hook_side(modules[name], side, partial(fake_quantize, grid=grid))
+
+@patch(cls_method=True)
+def in_force(cls:Quantized, model)->list:
+    """The plans that `quantize_model` returned and that were not taken back
+
+    Parameters
+    ----------
+    model
+        any model, perhaps compressed
+
+    Returns
+    -------
+    list
+        of layer name -> level, with `settings` if it has any
+    """
+    names = {module: name for name, module in model.named_modules()}
+    holders = {_in_force[m]() for m in names if m in _in_force} - {None}
+    found = []
+    for applied in holders:
+        bits = {names[unit.module]: change.bits for unit, change, *_ in applied.kept if unit.attr == "weight"}
+        bits |= {unit.name: change.bits for unit, change, *_ in applied.kept if unit.attr != "weight"}
+        found.append(BitPlan(bits, settings=applied.plan.settings))
+    return found
