@@ -299,10 +299,10 @@ def init_stub(
 def all_stub(
     init: str,   # the stub of the package
 ) -> str:
-    "The names of `fasterai_sens.all`: all but `random`"
+    "The names of `fasterai_sens.all`: all but `random`, and what needs transformers"
     names = re.findall(r"import (\w+) as|^([A-Za-z]\w*) = ", init, re.M)
     names = [one or other for one, other in names]
-    lines = [f"from fasterai_sens import {name} as {name}" for name in names if name != "random"]
+    lines = [f"from fasterai_sens import {name} as {name}" for name in names if name not in ("random", "CompressCallback")]
     return HEAD.format("all.py") + "\n".join(lines) + "\n"
 
 

@@ -87,5 +87,4 @@ from fasterai_sens import one_cycle as one_cycle
 from fasterai_sens import one_shot as one_shot
 from fasterai_sens import SparsifyCallback as SparsifyCallback
 from fasterai_sens import RecoveryResult as RecoveryResult
-from fasterai_sens import CompressCallback as CompressCallback
 from fasterai_sens import Compressor as Compressor

@@ -281,7 +281,7 @@ def test_the_end_says_what_was_missed():
 def test_a_last_step_that_was_forgotten():
     net = new_net()
     opt = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.warns(UserWarning, match="step\\(\\) was called 0 times"):
+    with pytest.warns(UserWarning, match="step\\(\\) was called 0 times, and an optimizer took 1 steps"):
         with hold(net, plans["bits"], None, STEPS):
             F.cross_entropy(net(rows()[0]), rows()[1]).backward()
             opt.step()

@@ -30,7 +30,7 @@ def test_quick_start_runs(capsys, short_demo):
     names = {}
     text = "".join((root / page).read_text() for page in ("README.md", "docs/tour.md"))
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    first, plain, pruning, sizes, bits, budget = (compile(block, "README.md", "exec") for block in blocks)
+    first, plain, pruning, sizes, bits, loop, budget = (compile(block, "README.md", "exec") for block in blocks)
     exec(first, names)
     exec(plain, names)
     assert "most sensitive (fragile)" in capsys.readouterr().out
@@ -51,6 +51,8 @@ def test_quick_start_runs(capsys, short_demo):
     model, plan = names["model"], names["plan"]
     assert plan.mean(model) <= 4 and names["applied"].size_bytes == plan.size_bytes
     assert all(m.weight[0].unique().numel() <= 2 ** plan[n] for n, m in model.named_modules() if n in plan), "the fit ends with rounded weights"
+    exec(loop, names)
+    assert names["step"].n_steps == len(names["loader"]) and all(r["reached"] for r in names["step"].report if r["target" if "target" in r else "bits"])
     whole = count_flops_params(model, names["images"][:1], verbose=False)[0]
     exec(budget, names)
     best = names["best"]

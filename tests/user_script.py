@@ -14,6 +14,7 @@ from fasterai_sens import (
     SparsifyCallback,
     allocate,
     analyze_sensitivity,
+    hold,
     large_final,
     quantize_model,
     search_targets,
@@ -55,6 +56,10 @@ print(plan.costs["params"], plan.damage, plan.levels(), Plan.from_json(folder / 
 
 searched = search_targets(model, images[:1], correct, 40, evaluations=30, verbose=False)
 print(searched.plan, searched.measured_metric)
+with hold(model, targets, None, total_steps=2) as step:
+    for _ in range(2):
+        step()
+reached: bool = step.report[0]["reached"]
 callback = SparsifyCallback(sparsity=searched.plan, granularity="weight")
 print(callback.granularity, uniform(model, 50))
 with quantize_model(model, bits) as applied:

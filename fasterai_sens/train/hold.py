@@ -7,6 +7,7 @@ __all__ = ['as_plan', 'make_holder', 'share_done', 'Stepper', 'make_holders', 'c
 
 # %% ../../nbs/train/06_hold.ipynb #9a676110
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -143,6 +144,7 @@ class Stepper:
         self.running = False
         self.rows_done = [] # when it ended
         self.gone = []      # weak references to parameters that others have taken the place of
+        self.seen = Counter() # number of an optimizer -> how many steps it took
     def __repr__(self):
         return f"Stepper({', '.join(self.holders)}: step {self.n_steps} of {self.total_steps})"
     @property
@@ -272,6 +274,7 @@ def about_to_step(self:Stepper,
     if moves and _has_closure(args, kwargs):
         raise ValueError(f"a closure of {kind} runs the model while its weights are not rounded: "
                          "call backward() first and step() without a closure")
+    self.seen[id(optimizer)] += 1
     self.before_step()
 
 # %% ../../nbs/train/06_hold.ipynb #361e39bc
@@ -346,6 +349,8 @@ def miscounted(self:Stepper)->list: # texts
         texts
     """
     n, total = self.n_steps, self.total_steps
+    most = max(self.seen.values(), default=0)
+    if most > n: return [f"step() was called {n} times, and an optimizer took {most} steps: call it after each"]
     if n < total: return [f"step() was called {n} times, and total_steps is {total}"]
     if n > total: return [f"step() was called {n} times, and total_steps is {total}: "
                           f"the last {n - total} steps were trained as compressed as it gets"]
@@ -462,17 +467,17 @@ def check_place(
 def hold(
     model:nn.Module,      # changed in place; also compiled or in a wrapper of parallel training
     targets,              # percent or bits by layer, a `Plan` of several methods, or one level for all layers
-    schedule:Schedule,    # how the compression grows; None: `agp`
+    schedule:Schedule|None, # how the compression grows; None: `agp`
     total_steps:int,      # how many steps the optimizer will take
     *, optimizer=None,    # the one that trains the model; needed where channels go while it trains
-    compression:str=None, # name of the method, where the targets do not say; None: sparsity
+    compression:str|None=None, # name of the method, where the targets do not say; None: sparsity
     every:int=1,          # the level changes each so many steps: those of an epoch, for a schedule by epochs
     criteria=large_final, # which weights or channels matter; earlier weights are those at the start of the block
     sample=None,          # one example input, for methods and criteria that need it
     calibration_data=None, # for criteria that use data
     state=None,           # from `step.state_dict()`, to go on with a training
     **options,            # of the one method, such as `granularity` and `context`, or `keep_zeros`
-):                        # `Stepper`: call it after each step of the optimizer
+)->Stepper:               # call it after each step of the optimizer
     """Compress a model in a loop of your own: `with hold(model, targets, schedule, total_steps) as step:`
 
     Call `step()` after each `optimizer.step()`; with accumulated gradients that is once for each update, and with a
@@ -487,13 +492,13 @@ def hold(
         changed in place; also compiled or in a wrapper of parallel training
     targets
         percent or bits by layer, a `Plan` of several methods, or one level for all layers
-    schedule : Schedule
+    schedule : Schedule|None
         how the compression grows; None: `agp`
     total_steps : int
         how many steps the optimizer will take
     optimizer : default None
         the one that trains the model; needed where channels go while it trains
-    compression : str, default None
+    compression : str|None, default None
         name of the method, where the targets do not say; None: sparsity
     every : int, default 1
         the level changes each so many steps: those of an epoch, for a schedule by epochs
@@ -510,7 +515,8 @@ def hold(
 
     Yields
     ------
-    `Stepper`: call it after each step of the optimizer
+    Stepper
+        call it after each step of the optimizer
     """
     setting = Setting(model, optimizer, as_criterion(criteria), calibration_data, sample)
     holders = make_holders(targets, schedule, compression, criteria, **options)

@@ -93,9 +93,16 @@ def after_cancel_epoch(self:QuantizeCallback):
     self.after_step()
     CompressionCallback.after_cancel_epoch(self)
 
-def _round(self): self.after_step()
+@patch
+def after_cancel_batch(self:QuantizeCallback):
+    "Round"
+    self.after_step()
 
-QuantizeCallback.after_cancel_batch = QuantizeCallback.after_cancel_train = _round
+@patch
+def after_cancel_train(self:QuantizeCallback):
+    "Round"
+    CompressionCallback.after_cancel_train(self)
+    self.after_step()
 
 # %% ../../nbs/train/12_quantize_callback.ipynb #c90e784f
 @patch

@@ -28,9 +28,9 @@ class CompressCallback(TrainerCallback):
     ----------
     targets
         percent or bits by layer, a `Plan` of several methods, or one level for all layers
-    schedule : Schedule, default None
+    schedule : Schedule|None, default None
         how the compression grows; None: `agp`
-    compression : str, default None
+    compression : str|None, default None
         name of the method, where the targets do not say; None: sparsity
     every : int, default 1
         the level changes each so many steps: those of an epoch, for a schedule by epochs
@@ -46,8 +46,8 @@ class CompressCallback(TrainerCallback):
     file_name = "compression.pt"   # in each checkpoint
     def __init__(self,
         targets,              # percent or bits by layer, a `Plan` of several methods, or one level for all layers
-        schedule:Schedule=None, # how the compression grows; None: `agp`
-        *, compression:str=None, # name of the method, where the targets do not say; None: sparsity
+        schedule:Schedule|None=None, # how the compression grows; None: `agp`
+        *, compression:str|None=None, # name of the method, where the targets do not say; None: sparsity
         every:int=1,          # the level changes each so many steps: those of an epoch, for a schedule by epochs
         criteria=large_final, # which weights or channels matter; earlier weights are those at the start of training
         sample=None,          # one example input, for methods and criteria that need it
