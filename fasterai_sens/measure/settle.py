@@ -437,7 +437,7 @@ class Trials:
         if settle.top is not None:
             n_answers = len(names)
             inside = np.minimum(settle.top, counts)
-            n_pairs = max(1, *(inside*(counts - inside)))
+            n_pairs = max([1, *(inside*(counts - inside))])
         self.tail = settle.error/n_pairs/(max(1, n_answers) if settle.together else 1)
     @property
     def open(self)->np.ndarray: # of int
