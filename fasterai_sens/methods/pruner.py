@@ -23,12 +23,13 @@ from ..core.plans import LayerTargets, check_method
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, find_units
 from ..core.counters import count_flops_params
+from ..core.calibration import find_calibration
 from .criteria import INITIAL, PREVIOUS, Criterion, as_criterion, bind, large_final
 from .sparsify import n_dropped
 from .channels import Graph, narrowed, pick, renewed
 from .proof import channel_groups
 from fasterai_sens.methods.prune import (
-    Pruned, channel_scores, check_ratio, granule_step, n_gone, n_granules, rounded, why_none
+    Pruned, channel_scores, check_ratio, fit_readers, granule_step, n_gone, n_granules, rounded, why_none
 )
 from .optimizers import check_optimizer, swap_parameters
 
@@ -325,6 +326,8 @@ class Pruner:
         the number of channels that stay in a layer is a multiple of this
     calibration_data : default None
         for criteria that use data
+    reconstruct : default None
+        data, or True for `calibration_data`: readers make up for channels that went; None: no
     verbose : bool, default True
         show a progress bar, if finding the groups takes long
     """
@@ -339,6 +342,7 @@ class Pruner:
         *, steps:int=1,       # in how many calls of `prune_model` the ratio is reached
         round_to:int=1,       # the number of channels that stay in a layer is a multiple of this
         calibration_data=None, # for criteria that use data
+        reconstruct=None,     # data, or True for `calibration_data`: readers make up for channels that went; None: no
         verbose:bool=True,    # show a progress bar, if finding the groups takes long
     ):
         ratio = check_ratios(pruning_ratio, context)
@@ -352,6 +356,7 @@ class Pruner:
         self.share = 0.   # of the targets, reached by now
         ignored = named_modules_of(model, ignored_layers)
         self.example_inputs = guess_inputs(model) if example_inputs is None else example_inputs
+        self.calibration = find_calibration(reconstruct, calibration_data, example_inputs)
         groups = without_ignored(channel_groups(model, self.example_inputs, verbose), ignored)
         self.targets, self.skipped = resolve(groups, ratio, self.round_to, context)
         self.groups = {g.name: g for g in groups if g.name in self.targets}
@@ -468,6 +473,7 @@ def _cut(self:Pruner,
     names = {p: n for n, p in self.model.named_parameters()}
     parts = []
     for name, granules in chosen.items(): parts += self.groups[name].parts_of(granules)
+    if self.calibration: fit_readers(graph, parts, self.calibration)
     swaps = graph.cut(parts)
     self._cut_refs({names[old]: steps for old, (_, steps) in swaps.items()})
     self.groups = self._in_graph(None)   # the graph described a larger model
@@ -576,6 +582,7 @@ def apply(cls:Pruned, model, targets, *, sample=None, criteria=large_final, cali
     -------
     may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
-    pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, calibration_data=calibration_data)
+    data = dict(calibration_data=calibration_data, reconstruct=dict(settings).get("reconstruct"))
+    pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, **data)
     pruner.prune_model()
     return pruner

@@ -25,10 +25,11 @@ from ..core.layers import Unit, all_units, filters_first, place, transposed_conv
 from fasterai_sens.core.counters import (
     as_inputs, count_flops_params, countable, n_bytes, n_samples, own_parameters, unseen
 )
+from ..core.calibration import find_calibration
 from .criteria import Criterion
 from .channels import ChannelGroup, Part, follow_errors, pick
 from .proof import channel_groups
-from .prune import Pruned, channel_scores, n_gone, n_granules
+from .prune import Pruned, channel_scores, fit_readers, n_gone, n_granules
 
 # %% ../../nbs/methods/09_widths.ipynb #b79a6076
 def _attention_shares(
@@ -589,13 +590,20 @@ class ChannelActor:
         one example input
     criteria : Criterion
         which channels matter, bound to the model
+    calibration_data : default None
+        to refit readers on
+    reconstruct : default None
+        data, or True for `calibration_data`: readers make up for channels that went; None: no
     """
     def __init__(self,
         model:nn.Module,    # any model
         sample,             # one example input
         criteria:Criterion, # which channels matter, bound to the model
+        calibration_data=None, # to refit readers on
+        reconstruct=None,   # data, or True for `calibration_data`: readers make up for channels that went; None: no
     ):
         self.model, self.sample = model, sample
+        self.data = dict(reconstruct=reconstruct, calibration_data=calibration_data)
         self.found = channel_groups(model, sample)   # also those that cannot be pruned, with their reasons
         self.groups = {g.name: g for g in self.found if not g.reason}
         self.scores = {name: channel_scores(g, criteria) for name, g in self.groups.items()}
@@ -693,7 +701,11 @@ def change(self:ChannelActor,
         layer name -> percent of its channels
     """
     parts = [p for name, granules in self.chosen(targets).items() for p in self.groups[name].parts_of(granules)]
-    if parts: next(iter(self.groups.values())).graph.remove(parts)
+    if not parts: return
+    graph = next(iter(self.groups.values())).graph
+    calibration = find_calibration(sample=self.sample, **self.data)
+    if calibration: fit_readers(graph, parts, calibration)
+    graph.remove(parts)
 
 # %% ../../nbs/methods/09_widths.ipynb #88dc9a7e
 @patch
@@ -726,7 +738,7 @@ def actor_class(cls:Pruned,
     sample,           # example input; a tuple holds several
     criteria,         # which channels matter
     calibration_data, # batches, for criteria that use data
-    settings,         # of what was measured, not looked at
+    settings,         # of what was measured, a mapping
 ):                    # a `ChannelActor`
     """What carries out plans for channels
 
@@ -741,10 +753,10 @@ def actor_class(cls:Pruned,
     calibration_data
         batches, for criteria that use data
     settings
-        of what was measured, not looked at
+        of what was measured, a mapping
 
     Returns
     -------
     a `ChannelActor`
     """
-    return ChannelActor(model, sample, criteria)
+    return ChannelActor(model, sample, criteria, calibration_data, dict(settings).get("reconstruct"))
