@@ -25,6 +25,7 @@ rooms = {   # room -> rooms that it may import from
     "plans": ("core", "methods", "topology", "measure"),
     "train": ("core", "methods", "topology", "measure", "plans"),
     "show": ("core", "methods", "topology", "measure", "plans", "train"),
+    "compat": ("core", "methods", "topology", "measure", "plans", "train", "show"),
 }
 numbered = [p for p in books if p.parent.name in rooms]
 modules = [p for p in sorted((root / "fasterai_sens").rglob("*.py")) if p.name not in ("__init__.py", "all.py", "_modidx.py")]
