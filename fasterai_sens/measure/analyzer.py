@@ -8,6 +8,7 @@ __all__ = ['shared_options', 'SensitivityAnalyzer', 'find_method', 'given_option
 
 # %% ../../nbs/measure/15_analyzer.ipynb #06e2f1c9
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 
 import torch
 from fastcore.basics import patch
@@ -22,6 +23,7 @@ from ..core.sweeps import SweepResult
 from ..core.inputs import FirstBatches, check_sample, to_device
 from ..core.layers import all_units, by_name, find_units
 from ..core.workers import count_workers
+from ..core.journal import open_journal
 from ..methods.criteria import as_criterion, large_final
 from .objectives import forget_untouched
 from .data import as_eval_fn
@@ -109,6 +111,7 @@ class SensitivityAnalyzer:
         self.criteria, self.calibration_data = as_criterion(criteria), calibration_data
         self.higher_is_better, self.metric_name = higher_is_better, metric_name
         self.objective_name = "kl" if from_data and objective_name == "objective" else objective_name
+        self.last = None   # what was measured last, also if an error or an interrupt has ended it
         self.reuse_report = Reuse(reuse, reuse_memory)   # how much was reused, and why not more
 
 # %% ../../nbs/measure/15_analyzer.ipynb #825442e4
@@ -295,6 +298,37 @@ def _prepare(self:SensitivityAnalyzer,
     about["higher_is_better"] = self.higher_is_better
     return units, perturbations, dict(name=name, skipped=skipped, wanted=wanted, **about)
 
+# %% ../../nbs/measure/15_analyzer.ipynb #5ee47877
+@patch
+def _journal(self:SensitivityAnalyzer,
+    path,          # as the user gave it; None: there is none
+    perturbations:list, # of one method, one for each level
+    recalibrate,   # as the user gave it
+):                 # context manager
+    "The journal, of what is measured like this"
+    first = perturbations[0]
+    own = {name: value for name, value in first.settings.items() if name != first.unit}
+    return open_journal(
+        path, self.model, self.sample, self.metric_name, self.higher_is_better, (self.calibration_data, recalibrate),
+        method=find_method(first)[0], objective=self.objective_name, **own)
+
+@patch
+def _remember(self:SensitivityAnalyzer, kind, error, _):
+    "At the end of a block: keep what was measured before an error or an interrupt"
+    if error is not None: self.last = getattr(error, "partial", None)
+
+@patch
+def _recalibrated(self:SensitivityAnalyzer,
+    data, # as the user gave it
+)->Callable: # model -> number or per-sample scores, or a pair with the objective
+    "The evaluation with statistics estimated anew; what compares outputs does so with the model as it is"
+    device = self.units[0].weight.device
+    around = recalibrating(data, self.sample, device)
+    with around(self.model): pass   # raises if it cannot be done
+    if hasattr(self.eval_fn, "new_baseline"): evaluate(self.model, self.eval_fn)
+    return evaluated_inside(around, self.eval_fn)
+
+# %% ../../nbs/measure/15_analyzer.ipynb #28d5414e
 @patch
 def _run(self:SensitivityAnalyzer,
     compression,   # a name, or a `Perturbation`
@@ -307,9 +341,12 @@ def _run(self:SensitivityAnalyzer,
     verbose:bool,  # show a progress bar
     stop:Callable, # from `stop_rule`
     n_jobs:int|None=None, # processes; None: as joblib's `parallel_config` says, else 1
+    journal=None,  # path of a file that keeps each measurement; None: nothing is kept
 )->SweepResult:
     "Find the units, prepare the method once, measure"
     check_adaptive(adaptive, recalibrate, stop)
+    if journal is not None and adaptive is not None:
+        raise ValueError("adaptive goes by several looks at one level, which a journal does not keep; leave one out")
     count_workers(n_jobs)   # raises
     units, perturbations, about = self._prepare(compression, levels, options, layers, layer_types, verbose)
     check_training(self.eval_fn, perturbations)
@@ -317,22 +354,15 @@ def _run(self:SensitivityAnalyzer,
     eval_fn = self.eval_fn if recalibrate is None else self._recalibrated(recalibrate)
     of_what = self.model, units, perturbations, eval_fn
     about |= dict(sample=self.sample, verbose=verbose, reuse=self.reuse_report, n_jobs=n_jobs)
-    if adaptive is None: sweep = measure(*of_what, stop=stop, **about)
-    else: sweep = adaptive.measure(*of_what, **about)
+    with ExitStack() as stack:
+        stack.push(self._remember)
+        book = stack.enter_context(self._journal(journal, perturbations, recalibrate))
+        if adaptive is None: sweep = measure(*of_what, stop=stop, journal=book, **about)
+        else: sweep = adaptive.measure(*of_what, **about)
+    self.last = sweep
     if recalibrate is not None:
         for result in sweep: result.settings = result.settings | {"recalibrated": True}
     return sweep
-
-@patch
-def _recalibrated(self:SensitivityAnalyzer,
-    data, # as the user gave it
-)->Callable: # model -> number or per-sample scores, or a pair with the objective
-    "The evaluation with statistics estimated anew; what compares outputs does so with the model as it is"
-    device = self.units[0].weight.device
-    around = recalibrating(data, self.sample, device)
-    with around(self.model): pass   # raises if it cannot be done
-    if hasattr(self.eval_fn, "new_baseline"): evaluate(self.model, self.eval_fn)
-    return evaluated_inside(around, self.eval_fn)
 
 # %% ../../nbs/measure/15_analyzer.ipynb #552dd360
 @patch
@@ -357,6 +387,9 @@ def analyze(self:SensitivityAnalyzer,
     reconstruct=None,
     verbose=True,             # show a progress bar
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    # path of a file: each measurement is on disk before the next begins, and the same call made again goes on where it
+    # stopped; None: nothing is kept
+    journal=None,
     **options,                # of a method of your own
 )->SensitivityResult:
     """Compress one layer at a time and measure
@@ -399,6 +432,9 @@ def analyze(self:SensitivityAnalyzer,
         show a progress bar
     n_jobs : int|None, default None
         processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    journal : default None
+        path of a file: each measurement is on disk before the next begins, and the same call made again
+        goes on where it stopped; None: nothing is kept
     **options
         of a method of your own
 
@@ -412,7 +448,7 @@ def analyze(self:SensitivityAnalyzer,
         reconstruct=reconstruct,
     )
     where = dict(layers=layers, layer_types=layer_types)
-    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs)
+    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs, journal=journal)
     sweep = self._run(compression, [level], options, **where, **how, stop=never)
     return sweep[0]
 
@@ -441,6 +477,9 @@ def sweep(self:SensitivityAnalyzer,
     reconstruct=None,
     verbose=True,             # show a progress bar
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    # path of a file: each measurement is on disk before the next begins, and the same call made again goes on where it
+    # stopped; None: nothing is kept
+    journal=None,
     **options,                # of a method of your own
 )->SweepResult:
     """`analyze` at several levels, with one evaluation of the baseline
@@ -486,6 +525,9 @@ def sweep(self:SensitivityAnalyzer,
         show a progress bar
     n_jobs : int|None, default None
         processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    journal : default None
+        path of a file: each measurement is on disk before the next begins, and the same call made again
+        goes on where it stopped; None: nothing is kept
     **options
         of a method of your own
 
@@ -501,7 +543,7 @@ def sweep(self:SensitivityAnalyzer,
     )
     stop = stop_rule(early_stop_mode, early_stop_value)
     where = dict(layers=layers, layer_types=layer_types)
-    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs)
+    how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs, journal=journal)
     return self._run(compression, levels, options, **where, **how, stop=stop)
 
 # %% ../../nbs/measure/15_analyzer.ipynb #f17a552e
@@ -522,6 +564,7 @@ def estimate(self:SensitivityAnalyzer,
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights
     verbose=True,             # show a progress bar while units are found and measured
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    journal=None,             # path of a file that keeps what `check` measures; None: nothing is kept
     **options,                # of a method of your own
 )->SweepResult:
     """Predict what every layer does at every level, from gradients of the untouched model
@@ -560,6 +603,8 @@ def estimate(self:SensitivityAnalyzer,
         show a progress bar while units are found and measured
     n_jobs : int|None, default None
         processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
+    journal : default None
+        path of a file that keeps what `check` measures; None: nothing is kept
     **options
         of a method of your own
 
@@ -582,7 +627,9 @@ def estimate(self:SensitivityAnalyzer,
     if check:
         damages = mean_rises(sweep, "metric")
         chosen = [u for u in units if u.name in choose_spread(damages, check)]
-        measured = measure(self.model, chosen, perturbations, self.eval_fn, verbose=verbose, n_jobs=n_jobs, **about)
+        how = dict(verbose=verbose, n_jobs=n_jobs)
+        with self._journal(journal, perturbations, None) as book:
+            measured = measure(self.model, chosen, perturbations, self.eval_fn, journal=book, **how, **about)
         basis = "metric" if measured[0].baseline_objective is None else "objective"
         sweep.agreement = agreement(damages, mean_rises(measured, basis))
         warn_of(sweep.agreement, by)

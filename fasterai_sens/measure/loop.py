@@ -6,10 +6,11 @@
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'WeightWatch', 'untouched', 'refuse_writing',
            'evaluate', 'Unsteady', 'Workbench', 'briefly', 'workbench', 'never', 'stop_rule', 'rows_of',
            'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps', 'Distrusted',
-           'AsItComes', 'persist', 'Measurement', 'warn_if_other', 'score_text', 'Compared', 'evaluate_steps',
-           'as_results', 'check_sweep_heard', 'measure']
+           'AsItComes', 'persist', 'write_score', 'known_scores', 'among_known', 'Measurement', 'warn_if_other',
+           'score_text', 'Compared', 'evaluate_steps', 'as_results', 'check_sweep_heard', 'handing_over', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
+import json
 import math
 import os
 import platform
@@ -35,7 +36,8 @@ from ..core.results import LayerSensitivity, SensitivityResult
 from ..core.sweeps import SweepResult
 from ..core.layers import all_units
 from ..core.workers import count_workers, spread
-from .scores import Score, as_score, compare, why_no_ci
+from ..core.journal import check_again
+from .scores import Score, as_score, compare, score_data, score_from, why_no_ci
 from .objectives import forget_untouched
 from .finetuned import FineTuned
 from .effects import check_heard, same_score
@@ -897,6 +899,81 @@ def persist(
             if isinstance(e, Unsteady): way.off(str(e))
             forget_untouched(eval_fn)
 
+# %% ../../nbs/measure/07_loop.ipynb #fc8bd9aa
+def write_score(
+    journal,     # `Journal`; None: nothing is written
+    p,           # `Perturbation`
+    unit,        # what is compressed
+    score:Score, # with the unit compressed
+):
+    """Write a score down, if it is not there yet
+
+    Parameters
+    ----------
+    journal
+        `Journal`; None: nothing is written
+    p
+        `Perturbation`
+    unit
+        what is compressed
+    score : Score
+        with the unit compressed
+    """
+    if journal is not None: journal.record(json.dumps([p.level, unit.name]), score_data(score))
+
+def known_scores(
+    journal, # `Journal`
+)->dict:     # (level, name of a unit) -> `Score`
+    """What was measured before
+
+    Parameters
+    ----------
+    journal
+        `Journal`
+
+    Returns
+    -------
+    dict
+        (level, name of a unit) -> `Score`
+    """
+    found = {}
+    for key, data in journal.records.items():
+        if key == "baseline": continue
+        level, name = json.loads(key)
+        found[level, name] = score_from(data)
+    return found
+
+def among_known(
+    order:list, # of (perturbation, unit), what has to be measured
+    steps:list, # the same, with what is known; of each unit the mildest first
+    known:dict, # (level, name of a unit) -> `Score`
+)->list:        # of (perturbation, unit), all of them
+    """Everything in turn: what is known of a unit comes before its harsher levels
+
+    Parameters
+    ----------
+    order : list
+        of (perturbation, unit), what has to be measured
+    steps : list
+        the same, with what is known; of each unit the mildest first
+    known : dict
+        (level, name of a unit) -> `Score`
+
+    Returns
+    -------
+    list
+        of (perturbation, unit), all of them
+    """
+    waiting, everything = {}, []
+    for p, u in steps:
+        if (p.level, u.name) in known: waiting.setdefault(u.name, []).append((p, u))
+    for p, u in order:
+        milder = waiting.get(u.name, [])
+        while milder and milder[0][0].strength < p.strength: everything.append(milder.pop(0))
+        everything.append((p, u))
+    for left in waiting.values(): everything += left
+    return everything
+
 # %% ../../nbs/measure/07_loop.ipynb #7a2636e0
 @dataclass
 class Measurement:
@@ -924,6 +1001,12 @@ class Measurement:
         for `check_heard`
     scores : dict|None, default None
         level, name of a unit -> `Score`, for who wants them; None: nobody does
+    journal : object, default None
+        `Journal`, in which measurements are written down; None: nowhere
+    known : dict, default dict()
+        level, name of a unit -> `Score` that was measured before
+    found : dict|None, default None
+        level -> (rows, what was left out) so far
     """
     bench:Workbench        # of the caller's model
     eval_fn:Callable       # model -> what `as_score` takes
@@ -935,6 +1018,13 @@ class Measurement:
     stopped:dict = field(default_factory=dict) # name of a unit -> why it is left out from now on
     tried:list = field(default_factory=list)   # for `check_heard`
     scores:dict|None = None # level, name of a unit -> `Score`, for who wants them; None: nobody does
+    journal:object = None  # `Journal`, in which measurements are written down; None: nowhere
+    known:dict = field(default_factory=dict) # level, name of a unit -> `Score` that was measured before
+    found:dict|None = None # level -> (rows, what was left out) so far
+
+    def __post_init__(self):
+        if self.journal is None: return
+        self.scores, self.known = {}, known_scores(self.journal)
 
     def score(self,
         p,    # `Perturbation`
@@ -953,12 +1043,17 @@ class Measurement:
         -------
         Score
         """
-        stays = _stays_in_unit(p)
-        def run(eval_fn): return self.bench.score(eval_fn, p, unit)
-        score = self.reuse.score(run, self.eval_fn, unit, None if stays else self.bench.watch.changed)
+        score = self.known.get((p.level, unit.name)) or self._evaluate(p, unit)
+        write_score(self.journal, p, unit, score)
         self.tried.append((unit.name, partial(p, self.bench.model, unit), same_score(self.base, score)))
         if self.scores is not None: self.scores[p.level, unit.name] = score
         return score
+
+    def _evaluate(self, p, unit)->Score:
+        "The score, measured now"
+        stays = _stays_in_unit(p)
+        def run(eval_fn): return self.bench.score(eval_fn, p, unit)
+        return self.reuse.score(run, self.eval_fn, unit, None if stays else self.bench.watch.changed)
 
     def step(self,
         p,             # `Perturbation`
@@ -1003,10 +1098,13 @@ def _evaluate_all(
     check:Callable,   # of the baseline
 )->dict:              # level -> (rows, what was left out)
     "The untouched model, and every step"
-    found = {p.level: ([], []) for p, _ in steps}
-    run.reuse.start(run.bench.model, steps)
+    run.found = found = {p.level: ([], []) for p, _ in steps}
+    todo = [(p, u) for p, u in steps if (p.level, u.name) not in run.known]
+    if not todo: run.reuse = AsItComes()
+    run.reuse.start(run.bench.model, todo)
     run.base = check(run.reuse.baseline(run.bench.score, run.eval_fn))
-    bar = progress(run.reuse.order(), verbose)
+    check_again(run.journal, "baseline", score_data(run.base))
+    bar = progress(among_known(run.reuse.order(), steps, run.known), verbose)
     for p, u in bar:
         text = run.step(p, u, *found[p.level])
         if verbose: bar.comment = text
@@ -1138,21 +1236,25 @@ def _evaluate_elsewhere(
     of_unit, answers, counts = {}, {}, {}
     for p, u in steps: of_unit.setdefault(u.name, []).append((p, u))
     tasks, tick = list(of_unit.values()), ticker(len(steps), verbose)
-    own = replace(run, bench=None, reuse=reuse.for_worker(count_workers(n_jobs)))
+    own = replace(run, bench=None, reuse=reuse.for_worker(count_workers(n_jobs)), journal=None)
     share = _Share(run.bench.model, tasks, own)
-    for place, (of_task, worker, count) in spread(share, range(len(tasks)), n_jobs):
-        counts[worker] = count
-        for (p, u), one in zip(tasks[place], of_task, strict=True):
-            answers[p.level, u.name] = one
-            tick(one.text)
+    try:
+        for place, (of_task, worker, count) in spread(share, range(len(tasks)), n_jobs):
+            counts[worker] = count
+            for (p, u), one in zip(tasks[place], of_task, strict=True):
+                answers[p.level, u.name] = one
+                if one.score is not None: write_score(run.journal, p, u, one.score)
+                tick(one.text)
+    finally: run.found = _enter(run, steps, answers)
     reuse.add_up(list(counts.values()))
-    return _enter(run, steps, answers)
+    return run.found
 
 def _enter(run:Measurement, steps:list, answers:dict)->dict:
     "Take over what workers found, in the order of the steps"
     found = {p.level: ([], []) for p, _ in steps}
     for p, u in steps:
-        one = answers[p.level, u.name]
+        one = answers.get((p.level, u.name))
+        if one is None: continue   # it was not measured, because of an error or an interrupt
         rows, left_out = found[p.level]
         rows.extend(one.rows)
         left_out.extend(one.left_out)
@@ -1195,7 +1297,11 @@ def evaluate_steps(
     here = [] if elsewhere else steps
     def attempt(way):
         run = make(way)
-        with PutBack(partial(getattr, way, "forget")): return run, _evaluate_all(run, here, verbose and here, check)
+        try:
+            with PutBack(partial(getattr, way, "forget")): return run, _evaluate_all(run, here, verbose and here, check)
+        except (Distrusted, Unsteady):
+            if run.journal: run.journal.forget()   # all is measured again
+            raise
     run, found = persist(attempt, AsItComes() if elsewhere else way, make(way).eval_fn)
     if elsewhere: found = _evaluate_elsewhere(run, steps, way, n_jobs, verbose)
     return run, found
@@ -1298,6 +1404,35 @@ def check_sweep_heard(
     everything = len(all_units(model)[0]) == sum(len(u.layers) for u in units)
     check_heard(model, sample, base, tried, higher_is_better=higher_is_better, everything=everything)
 
+# %% ../../nbs/measure/07_loop.ipynb #e0b2446c
+def _until_then(runs:list, perturbations:list, finish:Callable)->SweepResult|None:
+    "What the last of `runs` found, as a sweep; None if that is nothing"
+    if not runs or runs[-1].base is None: return None
+    found = {level: both for level, both in (runs[-1].found or {}).items() if both[0]}
+    if not found: return None
+    return finish([p for p in perturbations if p.level in found], found, runs[-1].base)
+
+class handing_over:
+    """Whatever the block raises has `partial`: what was measured until then
+
+    Parameters
+    ----------
+    runs : list
+        of `Measurement`, filled in the block
+    perturbations : list
+        of `Perturbation`, the levels
+    finish : Callable
+        (perturbations, found, `Score` of the untouched model) -> `SweepResult`
+    """
+    def __init__(self,
+        runs:list,          # of `Measurement`, filled in the block
+        perturbations:list, # of `Perturbation`, the levels
+        finish:Callable,    # (perturbations, found, `Score` of the untouched model) -> `SweepResult`
+    ): self.runs, self.perturbations, self.finish = runs, perturbations, finish
+    def __enter__(self): return self
+    def __exit__(self, kind, error, _):
+        if error is not None: error.partial = _until_then(self.runs, self.perturbations, self.finish)
+
 # %% ../../nbs/measure/07_loop.ipynb #a75c1212
 def measure(
     model:nn.Module,    # comes back bit for bit, whatever happens
@@ -1315,10 +1450,12 @@ def measure(
     verbose=False,      # show a progress bar
     reuse=None,         # a `Reuse`, which computes nothing twice; None: evaluate as it comes
     n_jobs:int|None=None, # processes, see `spread`; None: as joblib's `parallel_config` says, else 1
+    journal=None,       # an open `Journal`: what it has is not measured again; None: nothing is written down
 )->SweepResult:
     """Evaluate every unit at every level, mildest first, and the untouched model once
 
-    The results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite.
+    The results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite. Any error, an
+    interrupt too, has what was measured before it as `partial`: a `SweepResult`, or None.
 
     Parameters
     ----------
@@ -1352,6 +1489,8 @@ def measure(
         a `Reuse`, which computes nothing twice; None: evaluate as it comes
     n_jobs : int|None, default None
         processes, see `spread`; None: as joblib's `parallel_config` says, else 1
+    journal : default None
+        an open `Journal`: what it has is not measured again; None: nothing is written down
 
     Returns
     -------
@@ -1360,9 +1499,13 @@ def measure(
     check_training(eval_fn, perturbations)
     steps = list_steps(mildest_first(perturbations), units, wanted)
     check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
-    with workbench(model) as bench:
-        make = partial(Measurement, bench, eval_fn, stop, metric_name, higher_is_better)
+    about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
+    runs, finish = [], partial(as_results, model, units, skipped=skipped, **about)
+    def make(way):
+        runs.append(Measurement(bench, eval_fn, stop, metric_name, higher_is_better, way, journal=journal))
+        return runs[-1]
+    with handing_over(runs, perturbations, finish), workbench(model) as bench:
         run, found = evaluate_steps(make, steps, check=check, reuse=reuse, verbose=verbose, n_jobs=n_jobs)
     if sample is not None: check_sweep_heard(model, units, sample, run.base, run.tried, higher_is_better)
-    about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
-    return as_results(model, units, perturbations, found, run.base, skipped=skipped, **about)
+    return finish(perturbations, found, run.base)
+

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['columns', 'slack', 'SizePoint', 'DegradationResult', 'size_point', 'check_drop', 'smallest', 'carried', 'time_ms',
-           'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score', 'score_elsewhere', 'measure_sizes',
-           'analyze_degradation']
+           'measure_plan', 'plan_name', 'check_sizes', 'scored', 'baseline_score', 'score_elsewhere', 'known_sizes',
+           'measure_sizes', 'analyze_degradation']
 
 # %% ../../nbs/plans/12_degradation.ipynb #d54d37de
 import math
@@ -30,7 +30,8 @@ from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets
 from ..core.counters import latency
 from ..core.workers import count_workers, spread
-from ..measure.scores import Score, compare, why_no_ci
+from ..core.journal import check_again, open_journal
+from ..measure.scores import Score, compare, score_data, score_from, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_heard, same_score
@@ -38,6 +39,7 @@ from fasterai_sens.measure.loop import (
     Compared, check_baseline, check_training, evaluate, progress, ticker, untouched
 )
 from ..measure.norms import Recalibrated, warn_if_judged_otherwise
+from .meter import plan_key
 from .sizes import Steps, check_size, cost_name, find_steps, is_measured, levels_of, planner
 
 # %% ../../nbs/plans/12_degradation.ipynb #7cabf8fd
@@ -613,6 +615,28 @@ def score_elsewhere(
     return [scores[place] for place in range(len(plans))]
 
 # %% ../../nbs/plans/12_degradation.ipynb #12d91491
+def known_sizes(
+    journal,    # `Journal`; None: nothing is known
+    plans:dict, # size that was asked for -> plan
+)->dict:        # size -> `Score` that was measured before
+    """What a journal says of these plans
+
+    Parameters
+    ----------
+    journal
+        `Journal`; None: nothing is known
+    plans : dict
+        size that was asked for -> plan
+
+    Returns
+    -------
+    dict
+        size -> `Score` that was measured before
+    """
+    if journal is None: return {}
+    found = {target: journal.read(plan_key("size", plan, 1.)) for target, plan in plans.items()}
+    return {target: score_from(data) for target, data in found.items() if data}
+
 def measure_sizes(
     steps:Steps,      # of the model
     cost:str,         # "bytes", "params" or "flops"
@@ -624,6 +648,7 @@ def measure_sizes(
     verbose:bool,     # show a progress bar
     everything:bool,  # whether all layers may be compressed
     n_jobs:int|None=None, # processes, as for `spread`
+    journal=None,     # an open `Journal`: what it has is not measured again; None: nothing is written down
 )->tuple:             # the `Score` of the untouched model, list of `SizePoint`
     """The untouched model, then each plan. Raises ValueError, or warns, if no plan changed a bit of any score
 
@@ -649,6 +674,8 @@ def measure_sizes(
         whether all layers may be compressed
     n_jobs : int|None, default None
         processes, as for `spread`
+    journal : default None
+        an open `Journal`: what it has is not measured again; None: nothing is written down
 
     Returns
     -------
@@ -658,14 +685,16 @@ def measure_sizes(
     forget_untouched(eval_fn)
     base = baseline_score(steps.model, eval_fn)
     dense = steps.size({}, cost)
-    points, tried, known = [], [], {}
-    compressed = {target: plan for target, plan in plans.items() if plan}
+    check_again(journal, "baseline", score_data(base))
+    points, tried, known = [], [], known_sizes(journal, plans)
+    compressed = {target: plan for target, plan in plans.items() if plan and target not in known}
     if count_workers(n_jobs) > 1 and len(compressed) > 1:
         scores = score_elsewhere(steps, list(compressed.values()), eval_fn, around, base, n_jobs, verbose)
-        known = dict(zip(compressed, scores, strict=True))
+        known |= dict(zip(compressed, scores, strict=True))
     for target, plan in progress(list(plans.items()), verbose and not known):
         if plan:
             score, ms = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
+            if journal: journal.record(plan_key("size", plan, 1.), score_data(score))
             tried.append((f"size {target:g}", partial(carried, steps, plan), same_score(base, score)))
         else: score, ms = base, time_ms(steps, runs)
         size = steps.size(plan, cost)
@@ -698,6 +727,7 @@ def analyze_degradation(
     verbose:bool=True,    # show a progress bar
     # processes that evaluate sizes side by side, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     n_jobs:int|None=None,
+    journal=None,         # path of a file that keeps the score of each size for the next call; None: nothing is kept
 )->DegradationResult:
     """The metric at each size
 
@@ -752,6 +782,8 @@ def analyze_degradation(
     n_jobs : int|None, default None
         processes that evaluate sizes side by side, -1: one for each core; None: as joblib's
         `parallel_config` says, else 1
+    journal : default None
+        path of a file that keeps the score of each size for the next call; None: nothing is kept
 
     Returns
     -------
@@ -771,8 +803,11 @@ def analyze_degradation(
     around = untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
     everything = layers is None and layer_types is None and locked is None and bounds is None
-    base, points = measure_sizes(
-        steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything, n_jobs)
+    how = dict(method=compression, granularity=granularity, criteria=str(criteria))
+    how["data"] = calibration_data, recalibrate
+    with open_journal(journal, model, sample, metric_name, higher_is_better, **how) as book:
+        base, points = measure_sizes(
+            steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything, n_jobs, book)
     settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None)
     return DegradationResult(
         compression, cost, dense, base.value, points, metric_name, higher_is_better, settings)

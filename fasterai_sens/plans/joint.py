@@ -23,8 +23,10 @@ from ..core.keeping import forget_casts
 from ..core.state import leave_no_trace
 from ..core.checks import check_count
 from ..core.protocol import in_turn, methods, scale_of
+from ..core.saving import nested
 from ..core.plans import Plan
 from ..core.inputs import check_sample
+from ..core.journal import open_journal
 from ..methods.prune import n_granules
 from ..methods.pruner import in_one_ranking
 from ..measure.data import as_eval_fn
@@ -1190,6 +1192,7 @@ def search_plan(
     criteria=None,     # which weights and channels matter, as measured; None: `large_final`
     calibration_data=None, # for criteria that use data, and for ranges of activations
     verbose:bool=True, # show a progress bar
+    journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
 )->SearchResult:       # `plan` is a `Plan`
     """The best of the plans within the budgets, improved by a race of proposals. Raises as `allocate` does
 
@@ -1238,6 +1241,8 @@ def search_plan(
         for criteria that use data, and for ranges of activations
     verbose : bool, default True
         show a progress bar
+    journal : default None
+        path of a file that keeps each score, for the same call to go on from; None: nothing is kept
 
     Returns
     -------
@@ -1248,16 +1253,14 @@ def search_plan(
     report_fn = as_report_fn(report_fn, report_higher_is_better, usual, sample)
     costs = budget if isinstance(budget, Mapping) else [cost]
     if "latency" in costs:
-        raise ValueError("latency cannot be counted, so there is no search within it; "
-                         "allocate plans for it, and flops are near")
+        raise ValueError("latency cannot be counted: allocate plans for it, and flops are near")
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_sample(model, sample)
     check_effect(model, sample)
     with slow_bar(2, verbose, "plans to start from") as tick:
         problem, budgets, applier, first, about = set_up(
-            sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data,
-            layers, layer_types
-        )
+            sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data, layers,
+            layer_types)
         used = [methods[m] for c in problem.choices for m in c.methods]
         for f in (eval_fn, report_fn): check_training(f, used)
         tick()
@@ -1272,10 +1275,12 @@ def search_plan(
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
     by, rises = about["settings"]["by"], first.higher_is_better
     on_call = ticker(calls + len(starts) + len(problem.choices) + 2, verbose)
-    meter = Meter(model, applier, eval_fn, around, rises, by, on_call)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
-    report = report_fn and Meter(model, applier, report_fn, around, report_rises, "metric")
-    contest = Contest(meter)
-    levels = find_levels(contest, limits, starts, calls, about)
-    contest.check_was_heard(sample, everything=False)
-    return end_contest(contest, limits, levels, report, about, alone_share if in_parts else 1.)
+    how = dict(plans=nested(about["settings"]), data=(calibration_data, recalibrate))
+    with open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
+        meter = partial(Meter, model, applier, journal=book)
+        report = report_fn and meter(report_fn, around, report_rises, "metric", name="report")
+        contest = Contest(meter(eval_fn, around, rises, by, on_call))
+        levels = find_levels(contest, limits, starts, calls, about)
+        contest.check_was_heard(sample, everything=False)
+        return end_contest(contest, limits, levels, report, about, alone_share if in_parts else 1.)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from ..core.checks import check_count
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, check_types, filters_first, target_units
-from ..methods.criteria import bind, check_granularity, large_final, parse_nm
+from ..core.journal import open_journal
+from ..methods.criteria import as_criterion, bind, check_granularity, large_final, parse_nm
 from ..methods.sparsify import Sparse, drop_weights, n_dropped, obstacle, sparsity_report, unit_scores
 from ..measure.scores import check_functions
 from ..measure.data import as_eval_fn
@@ -933,6 +935,7 @@ def search_targets(
     min_pct=0,         # least for any other layer, percent
     max_pct=100,       # most for any other layer, percent
     verbose:bool=True, # show a progress bar
+    journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
 )->SearchResult:
     """The best plan of a given mean that is found by measurement
 
@@ -989,6 +992,8 @@ def search_targets(
         most for any other layer, percent
     verbose : bool, default True
         show a progress bar
+    journal : default None
+        path of a file that keeps each score, for the same call to go on from; None: nothing is kept
 
     Returns
     -------
@@ -1003,7 +1008,8 @@ def search_targets(
     )
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
-    with leave_no_trace(model):
+    how = dict(granularity=granularity, criteria=as_criterion(criteria).name, data=(calibration_data, recalibrate))
+    with open_journal(journal, model, sample, metric_name, higher_is_better, **how) as book, leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
         starts = starting_plans(model, b, {} if plans is None else plans, options)
@@ -1012,16 +1018,13 @@ def search_targets(
         total, calls = split_calls(evaluations, len(b.units), len(starts) + 1, int(looks_twice(eval_fn, around)), share)
         masker = Masker(b.units, granularity, bound)
         check_effect(model, sample)
-        contest = Contest(Meter(model, masker, eval_fn, around, higher_is_better, on_call=ticker(total, verbose)))
+        meter = partial(Meter, model, masker, journal=book)
+        contest = Contest(meter(eval_fn, around, higher_is_better, on_call=ticker(total, verbose)))
         enter_starts(contest, b, starts, share)
         contest.enter("search", find_shares(contest, b, options, calls))
-        everything, _ = all_units(model)
-        contest.check_was_heard(sample, len(b.units) == len(everything))
-        report = report_fn and Meter(model, masker, report_fn, around, report_rises)
+        contest.check_was_heard(sample, len(b.units) == len(all_units(model)[0]))
+        report = report_fn and meter(report_fn, around, report_rises, name="report")
         zeros = {name: {_compression: _zeros(masker, plan)} for name, plan in contest.plans.items()}
         settings = dict(granularity=granularity, criteria=bound.name, recalibrated=recalibrate is not None)
-        def each_alone(name): return _each_alone(contest.plans[name])
-        return contest.result(
-            report, zeros, each_alone,
-            budgets={_compression: b.target}, metric_name=metric_name, settings=settings, share=share,
-        )
+        about = dict(budgets={_compression: b.target}, metric_name=metric_name, settings=settings, share=share)
+        return contest.result(report, zeros, lambda name: _each_alone(contest.plans[name]), **about)

@@ -1,0 +1,40 @@
+"""One measurement with a journal, in a process that may be killed: `python journal_script.py sweep|search JOURNAL CALLS RESULT`."""
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fasterai_sens import SensitivityAnalyzer, search_targets
+
+
+def network():
+    """A small classifier, the same in each process, and data on which it is right"""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)).eval()
+    x = torch.randn(200, 8)
+    return net, x, net(x).argmax(1)
+
+
+def run(kind, journal, calls, seconds=0.0):
+    """The sweep or the search, as plain data; a line of the file `calls` for each evaluation that really was made"""
+    net, x, y = network()
+
+    def eval_fn(model):
+        time.sleep(seconds)
+        with torch.no_grad():
+            found = (model(x).argmax(1) == y).float(), nn.functional.cross_entropy(model(x), y, reduction="none")
+        with open(calls, "a") as f:
+            f.write(f"{found[1].double().mean().item()!r}\n")
+        return found
+    if kind == "sweep":
+        sweep = SensitivityAnalyzer(net, x[:1], eval_fn, reuse=False).sweep("sparsity", [20, 40, 60, 80], verbose=False, journal=journal)
+        return [result.as_dict() for result in sweep]
+    return search_targets(net, x[:1], eval_fn, 60, evaluations=40, verbose=False, journal=journal).as_dict()
+
+
+if __name__ == "__main__":
+    kind, journal, calls, result = sys.argv[1:5]
+    found = run(kind, journal, calls, float(sys.argv[5]) if len(sys.argv) > 5 else 0.)
+    Path(result).write_text(repr(found))

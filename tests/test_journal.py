@@ -1,0 +1,255 @@
+"""Journals: whatever ends a measurement, the next call goes on where it stopped, and finds what an undisturbed one finds."""
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from journal_script import network
+from torch import nn
+
+from fasterai_sens import SensitivityAnalyzer, Settle, analyze_degradation, search_plan, search_targets
+from fasterai_sens.core.fingerprint import changes, fingerprint
+from fasterai_sens.core.journal import Journal, merge_journals
+
+script = Path(__file__).with_name("journal_script.py")
+levels = [20, 50, 80]
+
+
+class Ends(BaseException):
+    """What no code of ours catches"""
+
+
+def per_sample(fail_at=None, log=None):
+    """An evaluation that counts its calls, and ends at one of them"""
+    _, x, y = network()
+    log = [] if log is None else log
+
+    def eval_fn(model):
+        log.append(1)
+        if len(log) == fail_at:
+            raise Ends
+        with torch.no_grad():
+            return (model(x).argmax(1) == y).float(), nn.functional.cross_entropy(model(x), y, reduction="none")
+    eval_fn.log = log
+    return eval_fn
+
+
+def sweep(eval_fn, journal=None, method="sparsity", reuse=False, **options):
+    """A sweep of a fresh copy of the network; with reuse, each process makes one evaluation more, to see whether it can be trusted"""
+    net, x, _ = network()
+    options.setdefault("levels", [4, 3] if method == "quantization" else levels)
+    found = SensitivityAnalyzer(net, x[:1], eval_fn, reuse=reuse).sweep(method, verbose=False, journal=journal, **options)
+    return [result.as_dict() for result in found]
+
+
+def search(eval_fn, journal=None):
+    """A search for zeros"""
+    net, x, _ = network()
+    return search_targets(net, x[:1], eval_fn, 60, evaluations=25, verbose=False, journal=journal).as_dict()
+
+
+def joint(eval_fn, journal=None):
+    """A search for channels and bits, from sweeps that are no part of it"""
+    net, x, _ = network()
+    analyzer = SensitivityAnalyzer(net, x[:1], per_sample())
+    sweeps = [analyzer.sweep(*of, verbose=False) for of in (("pruning", [25, 50]), ("quantization", [8, 4, 3]))]
+    return search_plan(net, x[:1], eval_fn, sweeps, {"bytes": "30%"}, evaluations=12, verbose=False, journal=journal).as_dict()
+
+
+def degradation(eval_fn, journal=None):
+    """Three sizes"""
+    net, x, _ = network()
+    found = analyze_degradation(net, x[:1], eval_fn, (80, 50, 30), "sparsity", runs=0, verbose=False, journal=journal)
+    return found.as_dict()
+
+
+@pytest.mark.parametrize("measure", [sweep, partial(sweep, method="quantization"), partial(sweep, method="pruning"), search, joint, degradation],
+                         ids=["sparsity", "quantization", "pruning", "search", "joint search", "degradation"])
+def test_ended_anywhere(measure, tmp_path):
+    """Ended at several calls in turn: the same result, to the bit, and beside the baseline nothing is measured twice but what was in flight"""
+    whole = per_sample()
+    expected = measure(whole)
+    n = len(whole.log)
+    path, made = tmp_path / "journal", 0
+    stops = sorted({2, 3, n // 2, n})
+    for k, stop in enumerate(stops):
+        # of those before it, all but the baseline of this process are in the journal
+        eval_fn = per_sample(fail_at=max(2, stop - made))
+        try:
+            measure(eval_fn, journal=path)
+        except Ends:
+            made -= 1   # the one in flight
+        made += len(eval_fn.log) - 1   # without its baseline
+        assert k == 0 or made > 0
+    last = per_sample()
+    assert repr(measure(last, journal=path)) == repr(expected)
+    assert made + len(last.log) <= n
+    again = per_sample()
+    assert repr(measure(again, journal=path)) == repr(expected) and len(again.log) == 1
+
+
+def test_torn_anywhere(tmp_path):
+    """Cut off at any byte, a journal holds what was whole"""
+    path, expected = tmp_path / "journal", sweep(per_sample())
+    sweep(per_sample(), journal=path)
+    content = path.read_bytes()
+    n_lines = content.count(b"\n")
+    for cut in random.Random(0).sample(range(len(content)), 12):
+        path.write_bytes(content[:cut])
+        eval_fn = per_sample()
+        assert repr(sweep(eval_fn, journal=path)) == repr(expected)
+        assert len(eval_fn.log) == 1 + n_lines - max(2, content[:cut].count(b"\n"))
+        assert sorted(path.read_bytes().splitlines()) == sorted(content.splitlines())
+    damaged = content.splitlines(keepends=True)
+    path.write_bytes(b"".join([*damaged[:3], b"{\n", *damaged[3:]]))
+    with pytest.raises(ValueError, match="line 4 of .* is damaged"):
+        sweep(per_sample(), journal=path)
+
+
+def test_what_differs_is_named(tmp_path):
+    """Weights, architecture, settings, sample, metric, baseline, versions: nothing is mixed, and the file stays as it is"""
+    path = tmp_path / "journal"
+    sweep(per_sample(), journal=path)
+    content = path.read_bytes()
+    net, x, y = network()
+
+    def other(model=net, sample=x[:1], eval_fn=None, metric_name="accuracy", **options):
+        analyzer = SensitivityAnalyzer(model, sample, eval_fn or per_sample(), metric_name=metric_name)
+        return analyzer.sweep(**dict(compression="sparsity", levels=levels) | options, verbose=False, journal=path)
+    bumped = network()[0]
+    bumped[2].weight.data[0, 0] += 1e-6
+    leaky = nn.Sequential(*(nn.LeakyReLU(0.) if isinstance(m, nn.ReLU) else m for m in net))
+    half = lambda m: tuple(t[:100] for t in per_sample()(m))   # noqa: E731
+    for options, word in ((dict(model=bumped), "weights 2.weight"), (dict(model=leaky), "architecture"), (dict(sample=x[:2]), "sample"),
+                          (dict(granularity="row"), "settings granularity"), (dict(metric_name="hits"), "metric name was 'accuracy' and is 'hits'"),
+                          (dict(compression="quantization", levels=[4]), "settings method"), (dict(eval_fn=half), "another baseline")):
+        with pytest.raises(ValueError, match=word):
+            other(**options)
+        assert path.read_bytes() == content
+    old = json.loads(content.splitlines()[0])
+    old["about"]["versions"]["torch"] = "1.0"
+    path.write_bytes(b"\n".join([json.dumps(old).encode(), *content.splitlines()[1:], b""]))
+    with pytest.raises(ValueError, match="versions torch was '1.0'"):
+        other()
+    with pytest.raises(ValueError, match="journal"):
+        other(adaptive=Settle(threshold=.01))
+
+
+def test_parts_make_the_whole(tmp_path):
+    """Journals of other layers and of other levels, put together, leave nothing to measure; early stops fall where they would"""
+    stop = dict(early_stop_mode="dropped", early_stop_value=.2)
+    expected = sweep(per_sample(), **stop)
+    parts = [tmp_path / f"{i}" for i in range(3)]
+    sweep(per_sample(), journal=parts[0], layers=["0"])
+    sweep(per_sample(), journal=parts[1], layers=["2", "4"], levels=[80])
+    sweep(per_sample(), journal=parts[2], layers=["2", "4"], levels=[50, 20])
+    assert merge_journals(parts, tmp_path / "whole") == 1 + 9
+    eval_fn = per_sample()
+    assert repr(sweep(eval_fn, journal=tmp_path / "whole", **stop)) == repr(expected) and len(eval_fn.log) == 1
+    sweep(per_sample(fail_at=99), journal=tmp_path / "reused", reuse=True)
+    assert repr(sweep(per_sample(), journal=tmp_path / "reused", reuse=True)) == repr(sweep(per_sample()))
+    eval_fn = per_sample()   # of the later levels only: the milder ones decide first
+    assert repr(sweep(eval_fn, journal=parts[1], **stop)) == repr(expected)
+    search(per_sample(), journal=tmp_path / "other")
+    with pytest.raises(ValueError, match="settings"):
+        merge_journals([parts[0], tmp_path / "other"], tmp_path / "none")
+
+
+def test_workers_write_through_this_process(tmp_path):
+    """In workers nothing is written; what one journal has, they do not measure"""
+    expected = sweep(per_sample())
+    with pytest.raises(Ends):
+        sweep(per_sample(fail_at=5), journal=tmp_path / "journal")
+    assert repr(sweep(per_sample(), journal=tmp_path / "journal", n_jobs=2)) == repr(expected)
+    eval_fn = per_sample()
+    assert repr(sweep(eval_fn, journal=tmp_path / "journal")) == repr(expected) and len(eval_fn.log) == 1
+
+
+def test_without_a_journal_what_was_measured_is_handed_over():
+    """In `partial` of the error, and in `last`"""
+    net, x, _ = network()
+    before = fingerprint(net)
+    expected = sweep(per_sample())
+    analyzer = SensitivityAnalyzer(net, x[:1], per_sample(fail_at=6))
+    with pytest.raises(Ends) as e:
+        analyzer.sweep("sparsity", levels, verbose=False)
+    assert changes(before, fingerprint(net)) == []
+    assert analyzer.last is e.value.partial and e.value.partial.levels == levels[:2]
+    assert repr(e.value.partial[0].as_dict()) == repr(expected[0]) and len(e.value.partial[1].layers) == 1
+    with pytest.raises(Ends) as e:
+        SensitivityAnalyzer(net, x[:1], per_sample(fail_at=1)).sweep("sparsity", levels, verbose=False)
+    assert e.value.partial is None
+    analyzer = SensitivityAnalyzer(net, x[:1], per_sample())
+    assert analyzer.analyze("sparsity", 50, verbose=False).layers == analyzer.last[0].layers
+
+
+def started(kind, folder, seconds):
+    """A process that measures with the journal of the folder"""
+    command = [sys.executable, str(script), kind, *(str(folder / name) for name in ("journal", "calls", "result")), str(seconds)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def test_a_second_process_is_refused(tmp_path):
+    """While another one is at work, and no longer than that"""
+    net, _, _ = network()
+    first = started("sweep", tmp_path, 1.)
+    try:
+        while not (tmp_path / "calls").exists():
+            time.sleep(.05)
+            assert first.poll() is None, first.stderr.read()
+        with pytest.raises(ValueError):
+            Journal(tmp_path / "journal", {}).__enter__()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+    with pytest.raises(ValueError, match="weights"):   # the lock is gone with the process
+        Journal(tmp_path / "journal", {}).__enter__()
+
+
+def lines_of(calls):
+    """What the evaluations wrote down that were made"""
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
+def killed(kind, folder, n_kills, seed=0):
+    """A measurement that is killed at random moments, then left to end: its result, and the evaluations of all processes"""
+    chance, calls = random.Random(seed), folder / "calls"
+    for _ in range(n_kills):
+        wanted, process = len(lines_of(calls)) + chance.randint(1, 3), started(kind, folder, .03)
+        while process.poll() is None and len(lines_of(calls)) < wanted:
+            time.sleep(.002)
+        time.sleep(chance.random() * .05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    process = started(kind, folder, 0)
+    _, error = process.communicate()
+    assert process.returncode == 0, error
+    return (folder / "result").read_text(), lines_of(calls)
+
+
+def survived(kind, folder, n_kills):
+    """Whether the result is that of an undisturbed process; its evaluations, baselines of killed ones, and what was measured twice"""
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
+    _, error = started(kind, folder / "whole", 0).communicate()
+    expected, (baseline, *whole) = (folder / "whole" / "result").read_text(), lines_of(folder / "whole" / "calls")
+    result, calls = killed(kind, folder / "killed", n_kills)
+    others = Counter(line for line in calls if line != baseline)
+    assert not Counter(whole) - others - Counter([baseline])
+    return result == expected, 1 + len(whole), calls.count(baseline), (others - Counter(whole)).total()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
+@pytest.mark.parametrize("kind", ["sweep", "search"])
+def test_killed(kind, tmp_path, n_kills=6):
+    """Killed at random moments: what an undisturbed process finds, and nothing twice but baselines and what was in flight"""
+    is_same, _, _, twice = survived(kind, tmp_path, n_kills)
+    assert is_same and twice <= n_kills
