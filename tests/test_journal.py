@@ -70,8 +70,13 @@ def degradation(eval_fn, journal=None):
     return found.as_dict()
 
 
-@pytest.mark.parametrize("measure", [sweep, partial(sweep, method="quantization"), partial(sweep, method="pruning"), search, joint, degradation],
-                         ids=["sparsity", "quantization", "pruning", "search", "joint search", "degradation"])
+slow = pytest.mark.slow
+every_way = {"sparsity": sweep, "quantization": partial(sweep, method="quantization"), "search": search, "degradation": degradation}
+slow_ways = {"pruning": partial(sweep, method="pruning"), "joint search": joint}
+ways = [pytest.param(f, id=name) for name, f in every_way.items()] + [pytest.param(f, id=name, marks=slow) for name, f in slow_ways.items()]
+
+
+@pytest.mark.parametrize("measure", ways)
 def test_ended_anywhere(measure, tmp_path):
     """Ended at several calls in turn: the same result, to the bit, and beside the baseline nothing is measured twice but what was in flight"""
     whole = per_sample()
@@ -162,6 +167,7 @@ def test_parts_make_the_whole(tmp_path):
         merge_journals([parts[0], tmp_path / "other"], tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_workers_write_through_this_process(tmp_path):
     """In workers nothing is written; what one journal has, they do not measure"""
     expected = sweep(per_sample())
