@@ -183,7 +183,7 @@ def test_without_a_journal_what_was_measured_is_handed_over():
     net, x, _ = network()
     before = fingerprint(net)
     expected = sweep(per_sample())
-    analyzer = SensitivityAnalyzer(net, x[:1], per_sample(fail_at=6))
+    analyzer = SensitivityAnalyzer(net, x[:1], per_sample(fail_at=6), reuse=False)
     with pytest.raises(Ends) as e:
         analyzer.sweep("sparsity", levels, verbose=False)
     assert changes(before, fingerprint(net)) == []
