@@ -478,23 +478,31 @@ def _in_memory_order(w:Tensor)->Tensor|None:
     if w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last): return w.permute(0, 2, 3, 1).view(-1)
     return None
 
-def _find_cut(flat:Tensor, pct:float)->float|None:
-    "The magnitude up to which `pct` percent of the weights lie; None if that is not exactly so, or nothing to go by"
-    k = n_dropped(len(flat), pct)
-    if not k: return None
-    cut, n_within = _rank(flat.numpy(), k, np.abs)
-    return cut if n_within == k and 0 < cut < math.inf else None
+def _find_equal(flat:Tensor, cut:float)->np.ndarray:
+    "Where weights have this magnitude"
+    found = [np.flatnonzero(np.abs(piece) == cut) for piece in np.split(flat.numpy(), range(_piece, len(flat), _piece))]
+    return np.concatenate([places + i*_piece for i, places in enumerate(found)])
 
 def _drop_smallest(
     w:Tensor,  # weights, changed in place
     pct:float, # percent to drop
+    in_order=True, # whether filters lie one behind the other, so that it is known which of equal weights come first
 )->bool:       # False if nothing was done: the general way is needed
     "What a mask of magnitudes does, without a mask and without scores: two passes over the weights, in pieces"
     if w.device.type != "cpu" or w.dtype != torch.float32 or w.is_neg(): return False
-    flat = _in_memory_order(w)
-    cut = None if flat is None or not len(flat) else _find_cut(flat, pct)
-    if cut is None: return False
-    torch.ops.aten.hardshrink.out(flat, cut, out=flat)
+    flat, k = _in_memory_order(w), n_dropped(w.numel(), pct)
+    if flat is None or not k: return False
+    cut, n_within = _rank(flat.numpy(), k, np.abs)
+    if not 0 < cut < math.inf: return False
+    if n_within == k:
+        torch.ops.aten.hardshrink.out(flat, cut, out=flat)
+        return True
+    if not in_order or not w.is_contiguous(): return False
+    equal = _find_equal(flat, cut)
+    n_left = n_within - k   # of these
+    below = float(np.nextafter(np.float32(cut), np.float32(0)))
+    torch.ops.aten.hardshrink.out(flat, below, out=flat)
+    flat[torch.from_numpy(equal[:len(equal) - n_left])] = 0
     return True
 
 @patch
@@ -509,7 +517,10 @@ def change(self:Sparse, model, unit):
         of the model: a `Unit`, or what `find_units` found
     """
     by_magnitude = self.criteria.score is large_final.score and self.granularity == "weight"
-    if by_magnitude and not self.reconstruct and _drop_smallest(unit.weight.data, self.pct): return
+    w = unit.weight.data
+    if by_magnitude and not self.reconstruct:
+        in_order = filters_first(unit.module, w) is w
+        if _drop_smallest(w, self.pct, in_order): return
     keep = sparsity_mask(unit, self.pct, self.granularity, self.criteria)
     moments = self.reconstruct and self.reconstruct.find(model, unit)
     drop_and_fit(unit, keep, self.granularity, moments)
