@@ -8,6 +8,7 @@ __all__ = ['strides', 'ladder', 'place', 'Move', 'moves', 'Limits', 'ladder_of',
            'within_reach', 'price_of_way', 'way_between', 'find_levels', 'plans_alone', 'end_contest', 'search_plan']
 
 # %% ../../nbs/plans/10_joint.ipynb #aeedd344
+import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -725,7 +726,7 @@ class LevelTrack(Track):
     """
     meter:Meter   # of plans
     limits:Limits # what the plans keep to
-    sources = {"curves": (1., .45), "exchange": (.7, .4), "again": (1., .15)}
+    sources = {"curves": (1., .4), "exchange": (.7, .35), "again": (1., .1), "afresh": (1., .15)}
     def __post_init__(self):
         applier, choices = self.limits.applier, self.limits.choices
         in_parts = has_parts(self.meter.eval_fn)
@@ -762,12 +763,14 @@ class LevelTrack(Track):
         is_usable = all(np.isfinite(of).all() for of in found)
         if is_usable: near.rises, near.has_looked = found, True   # gradients of a broken model say nothing
     def propose(self, source, runner, step, chance):
-        how, near = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}, self.near(runner)
-        prices = how[source](runner, step, chance)
-        plan = None if prices is None else self.cheapest(near, prices)
+        plan = self.afresh(step, chance) if source == "afresh" else self.moved(source, runner, step, chance)
         if plan is None or str(plan) in self.tried: return None
         self.tried.add(str(plan))
         return plan
+    def moved(self, source, runner, step, chance):
+        how, near = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}, self.near(runner)
+        prices = how[source](runner, step, chance)
+        return None if prices is None else self.cheapest(near, prices)
 
 # %% ../../nbs/plans/10_joint.ipynb #039acc3a
 @patch
@@ -1062,6 +1065,36 @@ def way_between(
     """
     rungs, idle = ladder(choice, method), scale_of(method).none
     return place(rungs, one.get(method, idle)) - place(rungs, other.get(method, idle))
+
+# %% ../../nbs/plans/10_joint.ipynb #107978ce
+@patch
+def afresh(self:LevelTrack,
+    spread,    # of the factors, as a logarithm
+    chance,    # a random generator
+)->list:       # {method: level} of each choice
+    """The plan of `allocate` for other damages, wherever the race is
+
+    Parameters
+    ----------
+    spread
+        of the factors, as a logarithm
+    chance
+        a random generator
+
+    Returns
+    -------
+    list
+        {method: level} of each choice
+    """
+    by_place, choices = chance.random() < .5, []
+    for choice in self.limits.choices:
+        order = np.argsort(np.argsort(choice.damage, kind="stable"))
+        damage = np.square(order/max(1, len(order) - 1)) if by_place else np.array(choice.damage)
+        factor = math.exp(chance.normal(0, spread))
+        choices.append(replace(choice, damage=list(factor*damage)))
+    problem = copy.copy(self.limits.problem)
+    problem.choices = choices
+    return self.limits.allocated(problem)
 
 # %% ../../nbs/plans/10_joint.ipynb #387bc997
 def find_levels(
