@@ -244,3 +244,16 @@ def test_readers_make_up_for_channels_that_went():
     damage = [[l.objective for l in res.layers if l.objective == l.objective] for res in (fitted, plain)]   # some have none
     assert len(damage[0]) == len(damage[1]) > 1 and sum(damage[0]) < .8*sum(damage[1])
     assert fitted.settings["reconstruct"] is True
+
+
+def test_rank_is_spent_on_what_layers_see():
+    """In a block and as two layers the outputs are the same, and nearer to what was than those of the plain approximation"""
+    model = pictures()
+    wanted, plan = model(x).detach(), Plan(low_rank={"0": 20, "5": 40, "10": 60})
+    plain, done = copy.deepcopy(model), copy.deepcopy(model)
+    plan.apply(plain, x[:1])
+    held = plan.apply(done, x[:1], reconstruct=x)["low_rank"]
+    assert F.mse_loss(done(x), wanted) < .5*F.mse_loss(plain(x), wanted)
+    with unchanged(model), Applier(model, x[:1], reconstruct=x)(plan): torch.testing.assert_close(model(x), done(x), rtol=1e-2, atol=1e-3)
+    held.remove()
+    assert type(done[10]) is nn.Linear
