@@ -3,6 +3,8 @@
 d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_url': '', 'lib_path': 'fasterai_sens'},
   'syms': { 'fasterai_sens.compat.degradation': { 'fasterai_sens.compat.degradation._as_result': ( 'compat/degradation.html#_as_result',
                                                                                                    'fasterai_sens/compat/degradation.py'),
+                                                  'fasterai_sens.compat.degradation._guessed': ( 'compat/degradation.html#_guessed',
+                                                                                                 'fasterai_sens/compat/degradation.py'),
                                                   'fasterai_sens.compat.degradation._pct_of_ratio': ( 'compat/degradation.html#_pct_of_ratio',
                                                                                                       'fasterai_sens/compat/degradation.py'),
                                                   'fasterai_sens.compat.degradation._sample_of': ( 'compat/degradation.html#_sample_of',
