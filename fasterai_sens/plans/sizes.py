@@ -42,7 +42,7 @@ from ..methods.prune import Pruned, n_gone, n_granules
 from ..measure.effects import check_effect
 from ..measure.norms import reestimate_norms, warn_if_judged_otherwise
 from .targets import curve_of
-from .applier import Applier, cost_rules, footprint, meant
+from .applier import Applier, cost_rules, footprint, meant, note_carried_out
 from .allocate import allocate
 from .search import check_search, drop_order
 
@@ -1605,6 +1605,7 @@ def carry_out(
     size, dense = steps.size(plan, cost), steps.size({}, cost)
     steps.apply(plan)
     if recalibrate is not None: reestimate_norms(steps.model, recalibrate, steps.sample)
+    note_carried_out(steps.model, steps.whole_plan(plan))
     return Compressed(steps.model, plan, size, dense, cost, steps.compression, tries)
 
 # %% ../../nbs/plans/11_sizes.ipynb #df4049c3
