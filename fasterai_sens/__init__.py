@@ -34,7 +34,7 @@ from .methods.criteria import (
     wanda,
 )
 from .methods.prune import Pruned
-from .methods.pruner import Pruner
+from .methods.pruner import Pruner, Recipe
 from .methods.quantize import Quantized, quantize_model
 from .methods.sparsify import Sparse, Sparsifier
 from .methods.torchao import split_plan, to_torchao_config
@@ -43,7 +43,7 @@ from .plans.applier import Applier
 from .plans.baselines import erk, global_magnitude, lamp, uniform
 from .plans.choices import CostTable
 from .plans.degradation import DegradationResult, analyze_degradation
-from .plans.files import load_compressed, save_compressed
+from .plans.files import describe_compressed, load_compressed, save_compressed
 from .plans.joint import search_plan
 from .plans.meter import SearchResult
 from .measure.norms import Recalibrated, reestimate_norms

@@ -44,6 +44,7 @@ from .methods.criteria import wanda as wanda
 from .methods.lowrank import LowRank as LowRank
 from .methods.prune import Pruned as Pruned
 from .methods.pruner import Pruner as Pruner
+from .methods.pruner import Recipe as Recipe
 from .methods.quantize import Quantized as Quantized
 from .methods.quantize import quantize_model as quantize_model
 from .methods.sparsify import Sparse as Sparse
@@ -60,6 +61,7 @@ from .plans.baselines import uniform as uniform
 from .plans.choices import CostTable as CostTable
 from .plans.degradation import DegradationResult as DegradationResult
 from .plans.degradation import analyze_degradation as analyze_degradation
+from .plans.files import describe_compressed as describe_compressed
 from .plans.files import load_compressed as load_compressed
 from .plans.files import save_compressed as save_compressed
 from .plans.joint import search_plan as search_plan

@@ -43,6 +43,7 @@ from fasterai_sens import wanda as wanda
 from fasterai_sens import LowRank as LowRank
 from fasterai_sens import Pruned as Pruned
 from fasterai_sens import Pruner as Pruner
+from fasterai_sens import Recipe as Recipe
 from fasterai_sens import Quantized as Quantized
 from fasterai_sens import quantize_model as quantize_model
 from fasterai_sens import Sparse as Sparse
@@ -59,6 +60,7 @@ from fasterai_sens import uniform as uniform
 from fasterai_sens import CostTable as CostTable
 from fasterai_sens import DegradationResult as DegradationResult
 from fasterai_sens import analyze_degradation as analyze_degradation
+from fasterai_sens import describe_compressed as describe_compressed
 from fasterai_sens import load_compressed as load_compressed
 from fasterai_sens import save_compressed as save_compressed
 from fasterai_sens import search_plan as search_plan

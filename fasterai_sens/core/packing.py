@@ -8,6 +8,7 @@ __all__ = ['pack_bits', 'unpack_bits', 'is_written', 'count_zeros', 'pack_places
 
 # %% ../../nbs/core/18_packing.ipynb #d200e353
 import json
+import math
 import os
 import tempfile
 import zlib
@@ -189,6 +190,8 @@ def unpack_places(
 _dtypes = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+
+_item_bytes = {name: torch.empty(0, dtype=dtype).element_size() for dtype, name in _dtypes.items()}
 
 def as_known(
     t:Tensor, # any plain tensor
@@ -401,6 +404,23 @@ class Archive:
         if not isinstance(name, str) or name not in listed:
             raise ValueError(f"{self.path} is damaged: there is no tensor {name!r}"[:300])
         return listed[name]
+    def n_bytes(self,
+        name:str, # of a tensor
+    )->int:
+        """How many bytes it takes. Raises ValueError if it is not listed
+
+        Parameters
+        ----------
+        name : str
+            of a tensor
+
+        Returns
+        -------
+        int
+        """
+        self.row(name)
+        part = self.file.get_slice(name)
+        return math.prod(part.get_shape())*_item_bytes[part.get_dtype()]
     def read(self,
         name:str, # of a tensor
     )->Tensor:

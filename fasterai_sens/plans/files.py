@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Entry', 'model_tensors', 'sizes_of', 'set_sizes', 'same_bits', 'Way', 'pack_entry', 'check_entry', 'unpack_entry',
            'plans_in_force', 'ways_of', 'check_promise', 'as_plan', 'check_untouched', 'in_effect', 'pack_model',
-           'save_compressed', 'Filler', 'load_compressed']
+           'save_compressed', 'Filler', 'load_compressed', 'describe_compressed']
 
 # %% ../../nbs/plans/14_files.ipynb #3875afc9
 import json
@@ -839,3 +839,35 @@ def load_compressed(
     has_optimizer = hasattr(model, "dls") and getattr(model, "opt", None) is not None
     if has_optimizer: model.opt = None   # of a Learner; made anew for what there is now
     return inner
+
+# %% ../../nbs/plans/14_files.ipynb #8811dd5e
+def describe_compressed(
+    path, # file that `save_compressed` wrote
+)->list:  # dicts of tensor, shape, form, method, level, bytes (part -> bytes), before
+    """What each tensor of a file takes, and what it would take in full. Raises ValueError if the file is damaged
+
+    Parameters
+    ----------
+    path
+        file that `save_compressed` wrote
+
+    Returns
+    -------
+    list
+        dicts of tensor, shape, form, method, level, bytes (part -> bytes), before
+    """
+    rows = []
+    with open_archive(path) as archive:
+        for entry in _read_entries(archive):
+            size = torch.empty(0, dtype=_dtypes[entry.dtype]).element_size()
+            parts = {}
+            for part, key in entry.keys.items(): parts[part] = archive.n_bytes(key)
+            rows.append(dict(
+                tensor=entry.names[0],
+                shape=tuple(entry.shape),
+                form=entry.form,
+                method=entry.method,
+                level=entry.level,
+                bytes=parts,
+                before=math.prod(entry.shape)*size))
+    return rows
