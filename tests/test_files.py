@@ -212,7 +212,7 @@ def test_trained_on(tmp_path):
     loaded = load_compressed(tmp_path / "a", three_layers)
     assert same(loaded, net) and torch.equal(loaded(x), net(x)) and sizes[0] < 3000 and abs(sizes[0] - sizes[1]) < 200
     loaded[2].weight.data.mul_(torch.rand(16, 16))
-    with pytest.raises(ValueError, match="are not on grids of 4 bits: "): save_compressed(loaded, plan, tmp_path / "b", applied=True)
+    with pytest.raises(ValueError, match="or changed since"): save_compressed(loaded, plan, tmp_path / "b", applied=True)
     assert not (tmp_path / "b").exists()
 
 
@@ -406,7 +406,7 @@ def test_enormous_files(packed, tmp_path, monkeypatch):
     huge = tmp_path / "huge"
     huge.write_bytes(path.read_bytes())
     os.truncate(huge, 2**40)
-    with pytest.raises(ValueError, match="more than the model could need"): load_compressed(huge, three_layers)
+    with pytest.raises(ValueError, match="1,099,511,627,776"): load_compressed(huge, three_layers)
     for text in (b" "*2**27, b"["*10**6, b"9"*10**6, b'{"listed": 3}'):
         monkeypatch.setattr(packing.zlib, "compress", lambda *_, text=text: zlib_compress(text))
         write_archive(tmp_path / "bomb", tensors, {})
