@@ -4,21 +4,23 @@
 
 # %% auto #0
 __all__ = ['check_ratios', 'check_rising', 'guess_inputs', 'named_modules_of', 'without_ignored', 'resolve', 'model_size',
-           'bound_for', 'Pruner', 'in_one_ranking']
+           'bound_for', 'Pruner', 'in_one_ranking', 'Recipe']
 
 # %% ../../nbs/methods/11_pruner.ipynb #fb7698b3
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.signals import PutBack, uncut
+from ..core.keeping import keep_modules
+from ..core.signals import PutBack, PutBackOnError, uncut
 from ..core.checks import check_count, format_table, unknown_name
+from ..core.saving import Saved
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, find_units
@@ -354,6 +356,7 @@ class Pruner:
         self.model, self.context = check_model(model), context
         self.done = 0     # calls of `prune_model`
         self.share = 0.   # of the targets, reached by now
+        self.cuts = []    # group name -> granules that went, for each time that something did
         ignored = named_modules_of(model, ignored_layers)
         self.example_inputs = guess_inputs(model) if example_inputs is None else example_inputs
         self.calibration = find_calibration(reconstruct, calibration_data, example_inputs)
@@ -475,6 +478,7 @@ def _cut(self:Pruner,
     for name, granules in chosen.items(): parts += self.groups[name].parts_of(granules)
     if self.calibration: fit_readers(graph, parts, self.calibration)
     swaps = graph.cut(parts)
+    self.cuts.append(chosen)
     self._cut_refs({names[old]: steps for old, (_, steps) in swaps.items()})
     self.groups = self._in_graph(None)   # the graph described a larger model
     return swaps
@@ -541,6 +545,65 @@ def prune_model(self:Pruner,
     if self.done == self.steps: return
     if optimizer is not None: check_optimizer(optimizer)
     with PutBack(): self._step(optimizer)   # a signal waits until all is done
+
+# %% ../../nbs/methods/11_pruner.ipynb #b928d98a
+@dataclass
+class Recipe(Saved):
+    """Which channels were taken out of a model
+
+    Parameters
+    ----------
+    model : str
+        name of its class
+    cuts : list
+        for each cut: name of a group -> its channels that went, those together that can only go
+        together
+    """
+    model:str  # name of its class
+    cuts:list  # for each cut: name of a group -> its channels that went, those together that can only go together
+
+def _check_cut(
+    groups:dict, # name -> `ChannelGroup`
+    cut:Mapping, # name -> granules
+):
+    "Raises ValueError if a model does not have these channels, or cannot lose them"
+    for name, granules in cut.items():
+        if name not in groups: raise ValueError(unknown_name(name, groups, "group of channels").args[0])
+        group = groups[name]
+        if group.reason: raise ValueError(f"{name} cannot be pruned: {group.reason}")
+        odd = [granule for granule in granules if granule not in group.granules]
+        if odd: raise ValueError(f"{name} has no channels {odd[0]} that go together; is the model of the same class?")
+        if len(granules) >= len(group.granules): raise ValueError(f"{name} would have no channel left")
+
+@patch
+def replay(self:Recipe,
+    model:nn.Module,     # a fresh one of the same class, changed in place
+    example_inputs=None, # an input the model runs on; None: as for `Pruner`
+):
+    """Take the same channels out. Raises ValueError if the model does not have them; it is then as it was
+
+    Parameters
+    ----------
+    model : nn.Module
+        a fresh one of the same class, changed in place
+    example_inputs : default None
+        an input the model runs on; None: as for `Pruner`
+    """
+    sample = guess_inputs(model) if example_inputs is None else example_inputs
+    groups = {g.name: g for g in channel_groups(model, sample, False)}
+    with PutBackOnError(partial(keep_modules, model)):
+        for i, cut in enumerate(self.cuts):
+            if i: groups = dict(zip(groups, renewed(groups.values(), Graph(model, sample)), strict=True))
+            _check_cut(groups, cut)
+            groups = {name: g for name, g in groups.items() if not g.reason}
+            parts = []
+            for name, granules in cut.items(): parts += groups[name].parts_of(granules)
+            if parts: next(iter(groups.values())).graph.cut(parts)
+
+@patch(as_prop=True)
+def recipe(self:Pruner)->Recipe:
+    "What was taken out until now; `to_json` writes it, `replay` does it again"
+    return Recipe(type(self.model).__name__, [{**cut} for cut in self.cuts])
 
 # %% ../../nbs/methods/11_pruner.ipynb #9046affa
 def _pct_less(before, after): return 100*(1 - after/max(1, before))
