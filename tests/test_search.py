@@ -77,12 +77,13 @@ def test_search_gains_something():
 
 
 def test_path_leads_off_a_plateau():
-    """Where every baseline looks the same the search still finds a better plan; with too few evaluations for a path it returns a baseline."""
+    """Where every baseline looks the same the search still finds a better plan, and a much better one if there are enough evaluations for a path."""
     net, eval_fn = net_and_eval()
     best = min(row["search_metric"] for row in search(net, eval_fn, 80).ranking if row["plan"] != "search")
     capped = lambda m: min(eval_fn(m).mean().item(), best - 1e-3)
     stuck, led = (search(net, capped, 80, evaluations=n) for n in (24, 120))
-    assert len({row["search_metric"] for row in stuck.ranking}) == 1 and stuck.plans["search"] == stuck.plans["uniform"]
+    assert len({row["search_metric"] for row in stuck.ranking if row["plan"] != "search"}) == 1
+    assert led.measured_metric < stuck.measured_metric <= best - 1e-3
     assert led.plan_name == "search" and led.measured_metric < best - .005
 
 
