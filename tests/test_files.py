@@ -117,7 +117,9 @@ def same(a, b):
     return list(mine) == list(other) and all(torch.equal(mine[k], other[k]) for k in mine) and tied[:len(tied)//2] == tied[len(tied)//2:]
 
 
-@pytest.mark.parametrize("name, kind", [(n, k) for n in zoo for k in KINDS if n in ("conv", "gpt2") or k in {"mobilenet": ("jointly",), "bert": ("jointly", "channels")}.get(n, KINDS)])
+trips = [(n, k) for n in zoo for k in KINDS if n in ("conv", "gpt2") or k in {"mobilenet": ("jointly",), "bert": ("jointly", "channels")}.get(n, KINDS)]
+
+@pytest.mark.parametrize("name, kind", [pytest.param(*t, marks=[pytest.mark.slow]*(t[0] in ("mobilenet", "bert"))) for t in trips])
 def test_round_trip(name, kind, tmp_path):
     """Each method on each network: the bytes that were planned; untouched and with the plan in force the same file; what is loaded computes what was saved"""
     make, x = zoo[name]
@@ -226,6 +228,7 @@ def test_sized(compression, tmp_path):
     assert same(load_compressed(tmp_path / "a", conv_net), small.model)
 
 
+@pytest.mark.slow
 def test_learner(tmp_path):
     """A fastai Learner with a head of fastai's own, pruned: saved and loaded by the Learner itself, which goes on training"""
     from fastai.callback.progress import ProgressCallback
@@ -384,6 +387,7 @@ def spoiled(data, chance):
     return data
 
 
+@pytest.mark.slow
 def test_made_up_files(packed, tmp_path):
     """A file whose checksums are right and whose list says anything: an error within bounded time and memory, or a model"""
     path, _ = packed
