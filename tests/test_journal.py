@@ -70,6 +70,11 @@ def degradation(eval_fn, journal=None):
     return found.as_dict()
 
 
+def keys_of(path):
+    """What a journal has measurements of"""
+    return sorted(json.loads(line)["key"] for line in path.read_text().splitlines()[1:])
+
+
 slow = pytest.mark.slow
 every_way = {"sparsity": sweep, "quantization": partial(sweep, method="quantization"), "search": search, "degradation": degradation}
 slow_ways = {"pruning": partial(sweep, method="pruning"), "joint search": joint}
@@ -83,7 +88,7 @@ def test_ended_anywhere(measure, tmp_path):
     expected = measure(whole)
     n = len(whole.log)
     path, made = tmp_path / "journal", 0
-    stops = sorted({2, 3, n // 2, n})
+    stops = sorted({2, 3, n // 3, n // 2, n})
     for k, stop in enumerate(stops):
         # of those before it, all but the baseline of this process are in the journal
         eval_fn = per_sample(fail_at=max(2, stop - made))
@@ -98,6 +103,8 @@ def test_ended_anywhere(measure, tmp_path):
     assert made + len(last.log) <= n
     again = per_sample()
     assert repr(measure(again, journal=path)) == repr(expected) and len(again.log) == 1
+    measure(per_sample(), journal=tmp_path / "undisturbed")
+    assert keys_of(path) == keys_of(tmp_path / "undisturbed")   # a search went the same way
 
 
 def test_torn_anywhere(tmp_path):

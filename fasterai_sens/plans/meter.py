@@ -352,8 +352,10 @@ class Meter:
         -------
         Score
         """
-        known = self.find(plan, share)
-        score = known or self.measure(plan, around, share)
+        score = self.find(plan, share)
+        if score is None: score = self.measure(plan, around, share)
+        else:
+            with self.carry(plan): pass   # some leave the model as the plan has it, until the next one
         self.note(plan, share, score)
         return score
     def on(self,
