@@ -237,9 +237,15 @@ class Stub:
             else: new = declared(name, type_of(value, self.index))
             self.body.append(self.uses(new, self.book))
 
+    def passed_on(self) -> list:   # of names
+        "What the module imports and has in its `__all__`: the names in `_all_`"
+        lists = [value for _, node in self.book.nodes for target, value in assigned([node]) if ast.unparse(target) == "_all_"]
+        return [name for names in lists for name in ast.literal_eval(names)]
+
     def imports(self) -> list:   # of lines
-        "Where the names come from that are used"
+        "Where the names come from that are used, and those that are passed on"
         found = {imported(name, book) for name, book in self.origins.items() if name not in self.book.classes}
+        found |= {f"{imported(name, self.book)} as {name}" for name in self.passed_on()}
         return sorted(found - {""})
 
     def text(self) -> str:   # empty if checkers need none

@@ -566,11 +566,13 @@ def test_sized(measured):
     with pytest.raises(ValueError, match="%"): compress_to_size(net, x[:1], 1, "low_rank")
 
 
-def test_sizes_leave_out_what_cannot_be_factorized():
-    """A head that is the embedding stays"""
+def test_a_tied_head_computes_with_the_factors_of_its_table():
+    """What is factorized is one matrix, used twice, as before"""
     found = fresh("gpt2")
     small = compress_to_size(found.model, found.sample, 80, "low_rank", cost="params").model
-    assert small.lm_head.weight is small.transformer.wte.weight
+    head, table = small.lm_head, small.transformer.wte
+    assert {*map(id, head.parameters())} == {*map(id, table.parameters())} and torch.equal(head.weight, table.weight)
+    assert sum(p.numel() for p in head.parameters()) < found.model.lm_head.weight.numel()
     scores(small, found.sample)
 
 

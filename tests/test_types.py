@@ -92,6 +92,7 @@ def test_stub_has_what_the_module_has(path):
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     classes, everywhere = classes_in(path), {n: c for p in stubs for n, c in classes_in(p).items()}
     values = {ast.unparse(n.target if isinstance(n, ast.AnnAssign) else n.targets[0]) for n in tree.body if isinstance(n, ast.AnnAssign | ast.Assign)}
+    values |= {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert {*functions, *values, *(n for n in classes if not n.startswith("_"))} >= set(module.__all__)
     for name, node in functions.items(): assert names_of(node) == list(inspect.signature(getattr(module, name)).parameters)
     for name, node in classes.items():

@@ -5,6 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fasterai_sens.core.results import SensitivityResult as Measured
 from fasterai_sens.methods.criteria import Criterion
+from fasterai_sens.methods.criteria import large_final as large_final
+from fasterai_sens.methods.criteria import large_init as large_init
+from fasterai_sens.methods.criteria import large_init_large_final as large_init_large_final
+from fasterai_sens.methods.criteria import magnitude_increase as magnitude_increase
+from fasterai_sens.methods.criteria import movement as movement
+from fasterai_sens.methods.criteria import random as random
+from fasterai_sens.methods.criteria import small_final as small_final
+from fasterai_sens.methods.criteria import small_init as small_init
+from fasterai_sens.methods.criteria import small_init_small_final as small_init_small_final
+from fasterai_sens.methods.criteria import squared_final as squared_final
+from fasterai_sens.methods.criteria import updating_magnitude_increase as updating_magnitude_increase
+from fasterai_sens.methods.criteria import updating_movement as updating_movement
+from fasterai_sens.methods.criteria import updating_movmag as updating_movmag
+from fasterai_sens.methods.criteria import wanda as wanda
+from fasterai_sens.methods.pruner import Pruner as Pruner
+from fasterai_sens.methods.sparsify import Sparsifier as Sparsifier
 from torch import nn
 from typing import Any
 from typing import ClassVar
