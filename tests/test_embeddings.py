@@ -12,10 +12,11 @@ from toys import Net
 from fasterai_sens import LayerTargets, Pruner, SensitivityAnalyzer, Sparsifier, allocate, count_flops_params, evaluation, quantize_model, taylor, wanda
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units
-from fasterai_sens.methods.lowrank import LowRank, factorize
+from fasterai_sens.core.protocol import methods
 from fasterai_sens.plans.applier import Applier
 
 transformers = pytest.importorskip("transformers")
+low_rank = methods["low_rank"]   # by its name, since a method may be taken out
 
 
 def speaker(seed=0, **options):
@@ -83,9 +84,9 @@ def test_tied_tables_of_hugging_face(name):
         assert all(len(row.unique()) <= 16 for row in unit.weight)   # a scale for each row
         with pytest.raises(ValueError):
             quantize_model(net, {unit.name: 4})
-    with LowRank(60)(net, unit), torch.no_grad():
+    with low_rank(60)(net, unit), torch.no_grad():
         expected = net(**sample).logits
-    small = factorize(net, {unit.name: 60}, sample=sample)
+    small = low_rank.apply(net, {unit.name: 60}, sample=sample)
     with torch.no_grad():
         assert torch.allclose(net(**sample).logits, expected, atol=1e-5)
     factors = [p for pair in small.pairs.values() for p in (pair[0].weight, pair[1].weight)]
@@ -97,7 +98,7 @@ def test_tied_tables_of_hugging_face(name):
 def test_tied_head_stays_tied_in_training():
     """Factorized, table and head share two parameters; a step of Adam moves both, and padding stays zero"""
     net = speaker()
-    factorize(net, {"words": 60}, sample=ids)
+    low_rank.apply(net, {"words": 60}, sample=ids)
     params = list(net.parameters())
     assert len(params) == len({p.data_ptr() for p in params}) == 5
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
@@ -123,7 +124,7 @@ def test_padding_counts_as_the_zeros_it_is():
     assert (~rows.masks["head"].any(1)).nonzero().flatten().tolist()[0] == 0 and int((~rows.masks["head"].any(1)).sum()) == 2
     with quantize_model(net, {"words": 2}):
         assert not net.words.weight[0].any()
-    factorize(net, {"words": 50})
+    low_rank.apply(net, {"words": 50})
     assert not net.words(tensor([0])).any()
 
 
@@ -151,9 +152,9 @@ def test_bags(mode):
         assert "largest of several rows" in dict(result.skipped)["bag"]
         return
     unit = all_units(net)[0][0]
-    with LowRank(50)(net, unit), torch.no_grad():
+    with low_rank(50)(net, unit), torch.no_grad():
         expected = net(*sample)
-    factorize(net, {"bag": 50}, sample=sample)
+    low_rank.apply(net, {"bag": 50}, sample=sample)
     with torch.no_grad():
         assert torch.allclose(net(*sample), expected, atol=1e-6)
 
