@@ -424,6 +424,8 @@ def check_estimator(
     if by not in estimators: raise unknown_name(by, estimators, "by")
     if any(p.settings.get("activations") for p in perturbations):
         raise ValueError("an estimate looks at weights only; leave activations out, or measure them, with sweep")
+    if any(p.settings.get("reconstruct") for p in perturbations):
+        raise ValueError("an estimate knows no refitted weights; leave reconstruct out, or measure, with sweep")
 
 def check_gradients(
     model:nn.Module,      # untouched, evaluated once

@@ -294,7 +294,7 @@ def find_on(self:Spectra,
     unit,    # one weight
     moments, # `Moments` of its inputs; None: the decomposition of the weight as it is
 )->Spectrum:
-    """The decomposition for what the layer sees; where the weight is laid out with its inputs first, that of the weight
+    """The decomposition for what the layer sees; that of the weight, with a warning, if it has its inputs first
 
     Parameters
     ----------
@@ -308,6 +308,8 @@ def find_on(self:Spectra,
     Spectrum
     """
     turned = isinstance(unit.module, transposed_convs) or is_hf_conv1d(unit.module)
+    if turned and moments is not None:
+        warnings.warn(f"{unit.name} is factorized without being refitted: its inputs come first", stacklevel=2)
     if moments is None or turned: return self.find(unit.weight, count_groups(unit))
     known, spectrum = self.known.get(unit.path, (None, None))
     if known is moments: return spectrum
