@@ -28,7 +28,7 @@ def requirements(section):
     return ini["DEFAULT"][section].split()
 
 
-@pytest.mark.parametrize("section", ["requirements", "torchao_requirements", "dev_requirements"])
+@pytest.mark.parametrize("section", ["requirements", "torchao_requirements", "tutorials_requirements", "dev_requirements"])
 def test_every_requirement_has_a_lower_bound(section):
     """`make oldest` installs exactly these."""
     for line in requirements(section):

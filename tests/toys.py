@@ -92,7 +92,7 @@ def lively(model):
             m.running_var.uniform_(0.5, 1.5)
             m.weight.data.uniform_(0.5, 1.5)
             m.bias.data.uniform_(-0.3, 0.3)
-        elif getattr(m, "bias", None) is not None:
+        elif isinstance(getattr(m, "bias", None), torch.Tensor):
             m.bias.data.uniform_(-0.1, 0.1)
     return model.eval()
 

@@ -70,7 +70,7 @@ def describe_model(
     whole = hashlib.blake2b(digest_size=8)
     for name, m in model.named_modules():
         line = f"{name} {type(m).__name__}({m.extra_repr()})\n"
-        whole.update(line.encode())
+        whole.update(line.encode(errors="backslashreplace"))
     weights = {name: digest_of([t]) for name, t in tensors.items()}
     return dict(weights=weights, architecture=whole.hexdigest())
 
@@ -149,12 +149,14 @@ def differences(
     return found
 
 # %% ../../nbs/core/19_journal.ipynb #0c8e4909
+_start = b'{"journal":'   # of each journal
+
 def _lines_of(
     path:Path, # of a journal; may not exist
 )->tuple:      # list of what its whole lines hold; bytes that these take
     "What was written in full. Raises ValueError for a line that is none of a journal"
     content = path.read_bytes() if path.exists() else b""
-    *whole, _ = content.split(b"\n")   # behind the last line end there is nothing, or a torn line
+    *whole, rest = content.split(b"\n")   # behind the last line end there is nothing, or a torn line
     found, n_bytes = [], 0
     for i, line in enumerate(whole):
         try: found.append(json.loads(line))
@@ -162,8 +164,9 @@ def _lines_of(
             if i == len(whole) - 1: break   # torn as well
             raise ValueError(f"line {i + 1} of {path} is damaged: {e}") from e
         n_bytes += len(line) + 1
-    is_one = not found or (isinstance(found[0], dict) and "journal" in found[0])
-    if not is_one or (whole and not found): raise ValueError(f"{path} is not a journal; give the path of a new file")
+    if found: is_one = isinstance(found[0], dict) and "journal" in found[0]
+    else: is_one = not whole and (rest.startswith(_start) or _start.startswith(rest))   # its first line may be torn
+    if not is_one: raise ValueError(f"{path} is not a journal; give the path of a new file")
     return found, n_bytes
 
 def _records_of(
@@ -339,8 +342,8 @@ def check_again(
     if old is None: return journal.record(key, data)
     found = [] if repr(old) == repr(new) else differences(old, new, key) or [f"{key} differs"]
     if not found: return
-    what = found[0] if len(found[0]) < 300 else f"{found[0][:300]} ..."
-    raise ValueError(f"{journal.path} was measured with another {what}: other data, or an eval_fn that draws at random")
+    raise ValueError(
+        f"{journal.path} was measured with another {found[0][:300]}: other data, or an eval_fn that draws at random")
 
 # %% ../../nbs/core/19_journal.ipynb #7a3b97ff
 def merge_journals(

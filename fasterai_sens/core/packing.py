@@ -127,7 +127,7 @@ def count_zeros(
     -------
     int
     """
-    return t.numel() - int(is_written(t).count_nonzero()) if t.numel() else 0
+    return t.numel() - int(is_written(t).count_nonzero())
 
 def pack_places(
     written:Tensor, # bool, True where there is a number
@@ -218,7 +218,7 @@ def _header(
     for name, t in tensors.items():
         start, end = end, end + t.numel()*t.element_size()
         about[name] = dict(dtype=_dtypes[t.dtype], shape=list(t.shape), data_offsets=[start, end])
-    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(about, separators=(",", ":")).encode()
     return text + b" "*(-len(text) % 8)
 
 @contextmanager

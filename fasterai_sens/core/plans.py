@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from .checks import format_table, scales, unknown_name
 from .protocol import in_turn, methods, scale_of
-from .saving import Saved, nested, revive
+from .saving import Saved, check_entries, nested
 
 # %% ../../nbs/core/10_plans.ipynb #a381f768
 class LayerTargets(Saved, dict):
@@ -126,6 +126,14 @@ def as_dict(self:LayerTargets)->dict:
     about = Saved.as_dict(self)
     return {**about, "targets": dict(self)}
 
+_about_bits = dict(   # what a file may hold beside targets
+    size_bytes=int | None,
+    predicted_metric=float | None,
+    metric_name=str,
+    settings=dict,
+    weights=dict,
+)
+
 @patch(cls_method=True)
 def from_dict(cls:LayerTargets,
     d:dict, # from `as_dict`, perhaps through a file
@@ -143,7 +151,8 @@ def from_dict(cls:LayerTargets,
     """
     plain = "targets", "unit", "method"
     more = {key: value for key, value in d.items() if key not in plain}
-    if more: return BitPlan(d["targets"], **revive(more))
+    check_entries(more, _about_bits, complete=False)
+    if more: return BitPlan(d["targets"], **more)
     return LayerTargets(d["targets"], d["unit"], d.get("method"))   # files of before have no method
 
 @patch(cls_method=True)
@@ -313,6 +322,16 @@ def as_dict(self:Plan)->dict:
     about = Saved.as_dict(self)
     return {**about, "targets": nested(dict(self))}
 
+_about_plan = dict(
+    costs=dict,
+    whole=dict,
+    budgets=dict,
+    settings=dict,
+    damage=float | None,
+    predicted_metric=float | None,
+    metric_name=str,
+)
+
 @patch(cls_method=True)
 def from_dict(cls:Plan,
     d:dict, # from `as_dict`, perhaps through a file
@@ -328,11 +347,13 @@ def from_dict(cls:Plan,
     -------
     Plan
     """
-    d = revive(d)
     beside = [name for name in methods if name in d]   # files of before have the methods beside the costs
     saved = d.get("targets") or {name: d[name] for name in beside}
     given = {}
     for name, targets in saved.items():
         if targets["targets"]: given[name] = LayerTargets.from_dict({**targets, "method": name})
     about = {key: value for key, value in d.items() if key not in ("targets", *beside)}
+    check_entries(about, _about_plan, complete=False)
+    for name in about.keys() & {"costs", "whole", "budgets"}:
+        check_entries(about[name], dict.fromkeys(about[name], float))
     return cls(given, **about)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['not_inference', 'uncut', 'in_the_middle', 'Later', 'hold_signals', 'release_signals', 'PutBack', 'PutBackOnError',
-           'keep_switches', 'under']
+           'keep_switches', 'under', 'time_limit', 'set_time_limit', 'check_limit', 'limited', 'Alarm', 'within_limit']
 
 # %% ../../nbs/core/03_signals.ipynb #b531a5f7
 import _thread
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
+from numbers import Real
 from pathlib import Path
 from types import FrameType
 
@@ -238,3 +240,153 @@ def under(
     return decorate
 
 not_inference = partial(torch.inference_mode, False)
+
+# %% ../../nbs/core/03_signals.ipynb #c8a5c39b
+_own = threading.local()   # the limit of this thread
+
+def time_limit()->float|None: # seconds
+    """What an evaluation may take in this thread; None: as long as it likes
+
+    Returns
+    -------
+    float|None
+        seconds
+    """
+    return getattr(_own, "seconds", None)
+
+def set_time_limit(
+    seconds:float|None, # None: there is none
+):
+    """What an evaluation may take from now on
+
+    Parameters
+    ----------
+    seconds : float|None
+        None: there is none
+    """
+    _own.seconds = seconds
+
+def check_limit(
+    seconds, # as the user gave it
+):
+    """Raises ValueError for what is no number of seconds, and where nothing could interrupt an evaluation
+
+    Parameters
+    ----------
+    seconds
+        as the user gave it
+    """
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds < math.inf:
+        raise ValueError(f"timeout is the seconds that one evaluation may take, above 0; got {seconds!r}")
+    is_main = threading.current_thread() is threading.main_thread()
+    if hasattr(signal, "setitimer") and is_main: return
+    where = "this thread" if hasattr(signal, "setitimer") else "this system"
+    raise ValueError(
+        "timeout goes by a signal that Unix sends to the main thread of a process, and nothing interrupts an "
+        f"evaluation in {where}; leave it out, and limit the time inside of eval_fn")
+
+@contextlib.contextmanager
+def limited(
+    seconds:float|None, # None: the limit that there is, if any
+):
+    """Each evaluation in the block may take so many seconds, whoever makes it. Raises ValueError as `check_limit` does
+
+    Parameters
+    ----------
+    seconds : float|None
+        None: the limit that there is, if any
+    """
+    before = time_limit()
+    if seconds is not None: check_limit(seconds)
+    try:
+        set_time_limit(before if seconds is None else float(seconds))
+        yield
+    finally: set_time_limit(before)
+
+# %% ../../nbs/core/03_signals.ipynb #2e0c4d42
+class Alarm:
+    """Raises TimeoutError in the main thread when the time is over; to be used by `within_limit`
+
+    Parameters
+    ----------
+    seconds : float
+        until it rings
+    """
+    def __init__(self,
+        seconds:float, # until it rings
+    ): self.seconds, self.rang = seconds, False
+    def start(self)->Callable: # call it to stop it
+        """From now on
+
+        Returns
+        -------
+        Callable
+            call it to stop it
+        """
+        now, self.handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
+        left, self.interval = signal.setitimer(signal.ITIMER_REAL, 0)
+        self.due, self.due_before = now + self.seconds, now + left if left else math.inf
+        signal.signal(signal.SIGALRM, Later(self.ring))
+        self.wind()
+        return self.stop
+    def wind(self):
+        "Set the clock of the system to what comes first"
+        left = min(self.due, self.due_before) - time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
+    def ring(self,
+        signum:int, # number of the signal
+        frame,      # what the main thread is doing
+    ):
+        """Whose time is over?
+
+        Parameters
+        ----------
+        signum : int
+            number of the signal
+        frame
+            what the main thread is doing
+        """
+        now = time.monotonic()
+        if now >= self.due_before:
+            self.due_before = now + self.interval if self.interval else math.inf
+            self.wind()
+            if callable(self.handler): self.handler(signum, frame)
+        elif now < self.due: self.wind()
+        else: self.end(now)
+    def end(self,
+        now:float, # seconds, as `time.monotonic` has them
+    ):
+        """Raises TimeoutError, and will do so again
+
+        Parameters
+        ----------
+        now : float
+            seconds, as `time.monotonic` has them
+        """
+        self.rang, self.due = True, now + max(1., self.seconds)
+        self.wind()
+        raise TimeoutError(self.text)
+    @property
+    def text(self)->str:
+        "What the error says"
+        return f"an evaluation took longer than timeout={self.seconds:g} seconds"
+    def stop(self):
+        "Put back what was there before"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.handler or signal.SIG_DFL)
+        _waiting.discard(signal.SIGALRM)
+        left = max(self.due_before - time.monotonic(), 1e-3)
+        if left < math.inf: signal.setitimer(signal.ITIMER_REAL, left, self.interval)
+
+@contextlib.contextmanager
+def within_limit():
+    "Raises TimeoutError if the block takes longer than `time_limit`, also if the block itself has caught that error"
+    seconds = time_limit()
+    if seconds is None:
+        yield
+        return
+    check_limit(seconds)
+    alarm = Alarm(seconds)
+    with PutBack(alarm.start): yield
+    if alarm.rang: raise TimeoutError(alarm.text)

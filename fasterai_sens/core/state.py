@@ -94,13 +94,13 @@ def keep_model(
     """
     params, buffers = list(model.parameters()), list(model.buffers())
     held = held_by(model.modules())
-    if any(p.is_inference() for p in params): check_changeable(model)
+    check_changeable(model)
     others, aliases = _in_attributes(held, params, buffers)
     if weights is None: weights = params
     with ExitStack() as undo:
         undo.callback(keep_grads(model, [*others, *aliases]))
         undo.callback(keep_values([*weights, *buffers, *others], aliases))
-        if held: undo.callback(keep_containers(held))
+        undo.callback(keep_containers(held))
         undo.callback(keep_modules(model))
         forget_casts()   # whoever changed weights before may not have done so
         return undo.pop_all().close
@@ -294,8 +294,7 @@ class Snapshot:
         more = [*others, *aliases]
         self.buffers = KeptNumbers(buffers)
         self.always = [keep_switches(), keep_generators()]
-        if more: self.always.append(keep_values(others, aliases))
-        if held: self.always.append(keep_containers(held))
+        self.always += [keep_values(others, aliases), keep_containers(held)]
         self.if_changed = [keep_grads(model, more), keep_modules(model)]
         leaves = [t for t in more if t.is_leaf]
         self.watches = [watch_modules(model), watch_places([*params, *buffers, *leaves])]

@@ -16,10 +16,10 @@ from fastcore.basics import patch
 
 from .checks import check_count, unknown_name
 from .protocol import scale_of
-from .saving import Saved
+from .saving import Saved, as_texts, write_csv
 from fasterai_sens.core.results import (
-    LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, divide, goes_by, html_table, is_fragile,
-    label, left_out_lines, plan_basis, settings_text
+    LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, damage_ends, divide, goes_by, html_table,
+    is_fragile, label, left_out_lines, plan_basis, settings_text, share_ranks
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
@@ -160,7 +160,7 @@ def to_csv(self:SweepResult,
     for level in self.ladder:
         columns[f"{level:.12g}"] = [_metric_text(found.get(level)) for found in rows.values()]
     table = pd.DataFrame(columns, index=pd.Index(rows, name="layer"))
-    table.to_csv(path)
+    write_csv(table, path)
 
 def _metric_text(row:LayerSensitivity|None)->str:
     "The metric of a layer, empty where it was not measured"
@@ -183,7 +183,7 @@ def from_dict(cls:SweepResult,
     SweepResult
     """
     results = [SensitivityResult.from_dict(result) for result in d["results"]]
-    return cls(results, d.get("order", []))
+    return cls(results, as_texts(d.get("order", [])))
 
 # %% ../../nbs/core/09_sweeps.ipynb #bd4fce7c
 @patch(as_prop=True)
@@ -264,6 +264,72 @@ def mean_damage(
     return n_broken, math.fsum(finite)/max(1, len(finite))
 
 # %% ../../nbs/core/09_sweeps.ipynb #49a39d58
+def _rising_ends(
+    rows:dict,   # level -> `LayerSensitivity` of one layer
+    ladder:list, # levels from mild to harsh
+    by:str,      # "metric" or "objective"
+)->tuple:        # two lists as `rising_damages` has them
+    "The damages from mild to harsh if the low ends of all intervals were true, and if the high ends were"
+    lows, highs, low, high = [], [], 0., 0.
+    for level in ladder:
+        if level in rows:
+            ends = damage_ends(rows[level], by)
+            low, high = max(low, ends[0]), max(high, ends[1])
+        lows.append(low)
+        highs.append(high)
+    return lows, highs
+
+# %% ../../nbs/core/09_sweeps.ipynb #dbbc5c5b
+@patch
+def _places(self:SweepResult,
+    by:str,     # "metric" or "objective"
+    level,      # rank by the damage at this level; None: by the mean over all levels
+)->dict:        # name -> row at the harshest level up to there, by what it is ranked, the low and the high end of that
+    "What a ranking goes by"
+    ladder = self.ladder
+    if level is not None:
+        known = ", ".join(f"{v:g}" for v in ladder)
+        if level not in ladder: raise ValueError(f"level is one of {known}; got {level!r}")
+        ladder = ladder[:ladder.index(level) + 1]
+    def place(damages): return mean_damage(damages if level is None else damages[-1:])
+    found = {}
+    for name, rows in self.curves().items():
+        rows = {at: row for at, row in rows.items() if at in ladder}
+        if not rows: continue
+        lows, highs = _rising_ends(rows, ladder, by)
+        last = list(rows.values())[-1]
+        found[name] = last, place(rising_damages(rows, ladder, by)), place(lows), place(highs)
+    return found
+
+@patch
+def ranks(self:SweepResult,
+    by:str|None=None, # "metric" or "objective"; None: what plans go by, the objective if it was recorded
+    level=None,       # rank by the damage at this level; None: by the mean over all levels
+)->dict:              # name of a layer -> such as "1", "2=", "2=", "4"; the most sensitive first
+    """The place of each layer over the sweep, shared by layers whose order is not settled
+
+    As `SensitivityResult.ranks`; the interval of a layer's mean over the levels is that of the low ends at all levels
+    to that of the high ends. Raises ValueError as `top` does.
+
+    Parameters
+    ----------
+    by : str|None, default None
+        "metric" or "objective"; None: what plans go by, the objective if it was recorded
+    level : default None
+        rank by the damage at this level; None: by the mean over all levels
+
+    Returns
+    -------
+    dict
+        name of a layer -> such as "1", "2=", "2=", "4"; the most sensitive first
+    """
+    by = plan_basis([row for result in self for row in result.layers], by, any_samples=True)
+    places = self._places(by, level)
+    names = sorted(places, key=lambda name: places[name][1], reverse=True)
+    texts = share_ranks([places[name][2:] for name in names])
+    return dict(zip(names, texts, strict=True))
+
+# %% ../../nbs/core/09_sweeps.ipynb #b059e7fc
 @patch
 def top(self:SweepResult,
     n:int=5,                     # how many rows; all if larger than there are
@@ -271,7 +337,7 @@ def top(self:SweepResult,
     by:str|None="metric",        # "metric" or "objective"; None: what plans go by, the objective if it was recorded
     level=None,                  # rank by the damage at this level; None: by the mean over all levels
 )->list:                         # of `LayerSensitivity`, each at `level` or the harshest, or the last before it stopped
-    """The `n` most (or least) sensitive layers over the sweep
+    """The `n` most (or least) sensitive layers over the sweep, each with its `rank`, see `ranks`
 
     Raises ValueError for a level that was not measured, or as `plan_basis` does.
 
@@ -291,23 +357,11 @@ def top(self:SweepResult,
     list
         of `LayerSensitivity`, each at `level` or the harshest, or the last before it stopped
     """
-    ladder = self.ladder
-    if level is not None:
-        known = ", ".join(f"{v:g}" for v in ladder)
-        if level not in ladder: raise ValueError(f"level is one of {known}; got {level!r}")
-        ladder = ladder[:ladder.index(level) + 1]
     by = plan_basis([row for result in self for row in result.layers], by, any_samples=True)
-    found = {}
-    for name, rows in self.curves().items():
-        rows = {at: row for at, row in rows.items() if at in ladder}
-        if rows: found[name] = rows
-    def place(name):
-        "By what a layer is ranked"
-        damages = rising_damages(found[name], ladder, by)
-        return mean_damage(damages if level is None else damages[-1:])
-    names = sorted(found, key=place, reverse=most_sensitive)
+    places, ranks = self._places(by, level), self.ranks(by, level)
+    names = sorted(places, key=lambda name: places[name][1], reverse=most_sensitive)
     n = check_count(n, "n", least=0)
-    return [list(found[name].values())[-1] for name in names[:n]]
+    return [replace(places[name][0], rank=ranks[name]) for name in names[:n]]
 
 # %% ../../nbs/core/09_sweeps.ipynb #02c24b30
 def _damage_text(
@@ -327,7 +381,7 @@ def _cells(
 )->list:
     "One line of a table: the layer, and the damage at each level"
     at_levels = [_damage_text(rows.get(level), by) for level in ladder]
-    return [label(row), row.layer_type, row.params, *at_levels]
+    return [label(row), row.rank, row.layer_type, row.params, *at_levels]
 
 @patch
 def _basis(self:SweepResult)->str: # "metric" or "objective"
@@ -370,7 +424,7 @@ def _end_lines(self:SweepResult, by:str, top:int)->list:
     def cells(row): return _cells(row, curves[row.name], ladder, by)
     most_damaged_first = self.top(len(curves), by=by)
     parts = divide(most_damaged_first, fragile, survives, top)
-    return both_ends(parts, ["", "", *self._level_titles()], cells)
+    return both_ends(parts, ["rank", "", "", *self._level_titles()], cells)
 
 @patch
 def summary(self:SweepResult,
@@ -378,7 +432,7 @@ def summary(self:SweepResult,
 ):
     """Print the damage at each level of the most fragile and the most robust layers, and what was left out
 
-    Layers stand in the order that plans go by. No layer is in both lists.
+    Layers stand in the order that plans go by, and share a rank where it is not settled. No layer is in both lists.
 
     Parameters
     ----------
@@ -402,9 +456,9 @@ def _repr_html_(self:SweepResult, rows:int=20):
     shown = self.top(rows, by=by)
     lines = []
     for row in shown:
-        name, layer_type, params, *at_levels = _cells(row, curves[row.name], ladder, by)
-        lines.append([escape(name), escape(layer_type), f"{params:,}", *at_levels])
-    table = html_table(["layer", "type", "params", *self._level_titles()], lines)
+        name, rank, layer_type, params, *at_levels = _cells(row, curves[row.name], ladder, by)
+        lines.append([escape(name), rank, escape(layer_type), f"{params:,}", *at_levels])
+    table = html_table(["layer", "rank", "type", "params", *self._level_titles()], lines)
     what = f"damage to {first.metric_name}"
     if by == "objective": what = f"rise of {first.objective_name}"
     title = f"<b>{escape(first.compression_type)}</b>"
@@ -448,7 +502,7 @@ def _with_rise(
 )->LayerSensitivity:      # the row itself if it was not moved
     "The row with another rise, and the objective that goes with it"
     if rise is None or rise == row.objective_delta or not math.isfinite(rise): return row
-    return replace(row, objective_delta=rise, objective=base + rise)
+    return replace(row, objective_delta=rise, objective=base + rise, objective_ci=None)
 
 def _with_rows(
     result:SensitivityResult, # as measured

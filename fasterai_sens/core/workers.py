@@ -23,6 +23,8 @@ from joblib import Parallel, delayed, effective_n_jobs
 from joblib.parallel import get_active_backend
 
 from .fingerprint import rng_state, set_rng_state
+from .signals import set_time_limit, time_limit
+from .checks import add_note
 
 # %% ../../nbs/core/15_workers.ipynb #986a0be9
 _devices = "cpu", "cuda"
@@ -55,10 +57,11 @@ _switches = dict(
     autocast=(_autocast, _set_autocast),
     precision=(_precision, _set_precision),
     generators=(rng_state, set_rng_state),
+    limit=(time_limit, set_time_limit),
 )
 
 def switches_now()->dict: # name -> value
-    """What numbers depend on beside the model and its data
+    """What numbers depend on beside the model and its data, and how long an evaluation may take
 
     Returns
     -------
@@ -122,7 +125,10 @@ class _Sendable:
         if kind is None: return
         try: copy = pickle.loads(cloudpickle.dumps(error))
         except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError): copy = None
-        if type(copy) is not kind: raise RuntimeError(f"{kind.__name__}: {error}")
+        if type(copy) is kind: return
+        other = RuntimeError(f"{kind.__name__}: {error}")
+        for note in getattr(error, "__notes__", []): add_note(other, note)
+        raise other
 
 # %% ../../nbs/core/15_workers.ipynb #6ac21674
 def _unpack(content:np.ndarray):
