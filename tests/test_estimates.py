@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_zoo import ZOO, built
+from test_zoo import ZOO, fresh
 from torch import nn
 from toys import three_layers, unchanged
 from transformers import BertConfig, BertForSequenceClassification
@@ -41,7 +41,7 @@ def test_like_a_sweep(method, by):
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo(name):
     """Shared, tied, grouped, transposed, recurrent and attention layers: a finite number for each, and no trace"""
-    case = built(name)
+    case = fresh(name)
     model, sample = case.model, case.sample
     def first(out): return next(iter(tensors_in(out))).float().flatten(1)
 

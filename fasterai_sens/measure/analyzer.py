@@ -15,8 +15,9 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..core.progress import slow_bar
+from ..core.signals import limited
 from ..core.state import leave_no_trace
-from ..core.checks import check_count, check_options, unknown_name
+from ..core.checks import check_on_error, check_count, check_options, unknown_name
 from ..core.protocol import Perturbation, methods, named, taken
 from ..core.results import SensitivityResult
 from ..core.sweeps import SweepResult
@@ -138,7 +139,7 @@ def find_method(
 # %% ../../nbs/measure/15_analyzer.ipynb #776df2b1
 shared_options = (   # what a misspelled option could mean, too
     "level", "levels", "layers", "layer_types", "recalibrate", "verbose", "early_stop_mode", "early_stop_value",
-    "adaptive", "n_jobs",
+    "adaptive", "n_jobs", "on_error", "timeout",
 )
 
 def given_options(
@@ -342,8 +343,13 @@ def _run(self:SensitivityAnalyzer,
     stop:Callable, # from `stop_rule`
     n_jobs:int|None=None, # processes; None: as joblib's `parallel_config` says, else 1
     journal=None,  # path of a file that keeps each measurement; None: nothing is kept
+    on_error="raise", # or "skip": what cannot be evaluated is left out
+    timeout=None,  # seconds for each evaluation; None: as long as it likes
 )->SweepResult:
     "Find the units, prepare the method once, measure"
+    check_on_error(on_error)
+    if on_error == "skip" and adaptive is not None:
+        raise ValueError("adaptive goes by all evaluations of a unit, so none may be missing; leave on_error out")
     check_adaptive(adaptive, recalibrate, stop)
     if journal is not None and adaptive is not None:
         raise ValueError("adaptive goes by several looks at one level, which a journal does not keep; leave one out")
@@ -356,8 +362,9 @@ def _run(self:SensitivityAnalyzer,
     about |= dict(sample=self.sample, verbose=verbose, reuse=self.reuse_report, n_jobs=n_jobs)
     with ExitStack() as stack:
         stack.push(self._remember)
+        stack.enter_context(limited(timeout))
         book = stack.enter_context(self._journal(journal, perturbations, recalibrate))
-        if adaptive is None: sweep = measure(*of_what, stop=stop, journal=book, **about)
+        if adaptive is None: sweep = measure(*of_what, stop=stop, journal=book, on_error=on_error, **about)
         else: sweep = adaptive.measure(*of_what, **about)
     self.last = sweep
     if recalibrate is not None:
@@ -390,6 +397,10 @@ def analyze(self:SensitivityAnalyzer,
     # path of a file: each measurement is on disk before the next begins, and the same call made again goes on where it
     # stopped; None: nothing is kept
     journal=None,
+    # "skip": a layer that cannot be evaluated is listed in `skipped` with the error, and the others are measured;
+    # "raise": the error ends it all, and has what was measured as `partial`
+    on_error="raise",
+    timeout=None,             # seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options,                # of a method of your own
 )->SensitivityResult:
     """Compress one layer at a time and measure
@@ -435,6 +446,11 @@ def analyze(self:SensitivityAnalyzer,
     journal : default None
         path of a file: each measurement is on disk before the next begins, and the same call made again
         goes on where it stopped; None: nothing is kept
+    on_error : default "raise"
+        "skip": a layer that cannot be evaluated is listed in `skipped` with the error, and the others
+        are measured; "raise": the error ends it all, and has what was measured as `partial`
+    timeout : default None
+        seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options
         of a method of your own
 
@@ -449,6 +465,7 @@ def analyze(self:SensitivityAnalyzer,
     )
     where = dict(layers=layers, layer_types=layer_types)
     how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs, journal=journal)
+    how |= dict(on_error=on_error, timeout=timeout)
     sweep = self._run(compression, [level], options, **where, **how, stop=never)
     return sweep[0]
 
@@ -480,6 +497,10 @@ def sweep(self:SensitivityAnalyzer,
     # path of a file: each measurement is on disk before the next begins, and the same call made again goes on where it
     # stopped; None: nothing is kept
     journal=None,
+    # "skip": a layer that cannot be evaluated is listed in `skipped` with the error, and the others are measured;
+    # "raise": the error ends it all, and has what was measured as `partial`
+    on_error="raise",
+    timeout=None,             # seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options,                # of a method of your own
 )->SweepResult:
     """`analyze` at several levels, with one evaluation of the baseline
@@ -528,6 +549,11 @@ def sweep(self:SensitivityAnalyzer,
     journal : default None
         path of a file: each measurement is on disk before the next begins, and the same call made again
         goes on where it stopped; None: nothing is kept
+    on_error : default "raise"
+        "skip": a layer that cannot be evaluated is listed in `skipped` with the error, and the others
+        are measured; "raise": the error ends it all, and has what was measured as `partial`
+    timeout : default None
+        seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options
         of a method of your own
 
@@ -544,6 +570,7 @@ def sweep(self:SensitivityAnalyzer,
     stop = stop_rule(early_stop_mode, early_stop_value)
     where = dict(layers=layers, layer_types=layer_types)
     how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs, journal=journal)
+    how |= dict(on_error=on_error, timeout=timeout)
     return self._run(compression, levels, options, **where, **how, stop=stop)
 
 # %% ../../nbs/measure/15_analyzer.ipynb #f17a552e
@@ -565,6 +592,7 @@ def estimate(self:SensitivityAnalyzer,
     verbose=True,             # show a progress bar while units are found and measured
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     journal=None,             # path of a file that keeps what `check` measures; None: nothing is kept
+    timeout=None,             # seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options,                # of a method of your own
 )->SweepResult:
     """Predict what every layer does at every level, from gradients of the untouched model
@@ -605,6 +633,8 @@ def estimate(self:SensitivityAnalyzer,
         processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     journal : default None
         path of a file that keeps what `check` measures; None: nothing is kept
+    timeout : default None
+        seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options
         of a method of your own
 
@@ -622,13 +652,14 @@ def estimate(self:SensitivityAnalyzer,
     units, perturbations, about = self._prepare(compression, levels, options, layers, layer_types, verbose)
     forget_untouched(self.eval_fn)
     size = check_count(size, "size")
-    sweep = estimate_sweep(self.model, units, perturbations, self.eval_fn, by=by, size=size, **about)
+    with limited(timeout):
+        sweep = estimate_sweep(self.model, units, perturbations, self.eval_fn, by=by, size=size, **about)
     sweep.agreement = None
     if check:
         damages = mean_rises(sweep, "metric")
         chosen = [u for u in units if u.name in choose_spread(damages, check)]
         how = dict(verbose=verbose, n_jobs=n_jobs)
-        with self._journal(journal, perturbations, None) as book:
+        with limited(timeout), self._journal(journal, perturbations, None) as book:
             measured = measure(self.model, chosen, perturbations, self.eval_fn, journal=book, **how, **about)
         basis = "metric" if measured[0].baseline_objective is None else "objective"
         sweep.agreement = agreement(damages, mean_rises(measured, basis))

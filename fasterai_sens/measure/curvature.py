@@ -94,7 +94,7 @@ def in_pieces(
         at += n
 
 # %% ../../nbs/measure/09_curvature.ipynb #0e429e2c
-@dataclass(eq=False)
+@dataclass
 class Piece:
     """The objective on a few samples, with the graph that leads to the weights
 
@@ -506,6 +506,7 @@ def _add(sums:dict, key, value:Tensor):
 
 def _gradients(loss:Tensor, tensors:list, keep:bool=False)->dict:
     "Of each tensor; zeros where the loss does not depend on it"
+    if not tensors: return {}
     found = torch.autograd.grad(loss, tensors, retain_graph=keep, allow_unused=True)
     gradients = {}
     for t, g in zip(tensors, found, strict=True):
@@ -514,7 +515,7 @@ def _gradients(loss:Tensor, tensors:list, keep:bool=False)->dict:
     return gradients
 
 # %% ../../nbs/measure/09_curvature.ipynb #2c2fac68
-@dataclass(eq=False)
+@dataclass
 class Curvature:
     """Slope and curvature of the objective at the weights that a model has when it is asked
 

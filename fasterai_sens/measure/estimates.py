@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from ..core.checks import unknown_name
 from ..core.inputs import tensors_in
-from ..core.layers import filters_first
+from ..core.layers import filters_first, place
 from ..core.results import SensitivityResult
 from ..core.state import leave_no_trace
 from ..core.sweeps import SweepResult
@@ -36,7 +36,7 @@ from .loop import briefly, evaluate, rows_of
 from .scores import Score
 
 # %% ../../nbs/measure/12_estimates.ipynb #881407a0
-@dataclass(eq=False)
+@dataclass
 class Along(Curvature):
     """Slope at the weights, and curvature along a change of them
 
@@ -174,7 +174,7 @@ def without_inputs(
     return filters_first(unit.module, by_group.flatten(0, 1))
 
 # %% ../../nbs/measure/12_estimates.ipynb #3a6dfd70
-@dataclass(eq=False)
+@dataclass
 class Call:
     """One call of a layer: what it got, what it gave, and how much the objective minds
 
@@ -196,6 +196,11 @@ class Call:
     kwargs:dict     # the same by name
     out:Tensor      # as it was, with the graph behind it until `slope` is known
     slope:Tensor|None=None # gradient of the objective, same shape
+
+def _run_with(weights:dict)->Callable: # name of a parameter -> tensor
+    "A layer computed with other weights than its own"
+    def run(module, args, kwargs): return functional_call(module, weights, args, kwargs)
+    return run
 
 class OutputErrors:
     """The calls of layers on a few samples, from which the objective's rise is read
@@ -272,8 +277,8 @@ class OutputErrors:
         total = 0.
         for part, unit in readers(group):
             left = without_inputs(part, unit, gone)
-            def run(module, args, kwargs, weight=left): return functional_call(module, {"weight": weight}, args, kwargs)
-            total += self.error(part.module, run)
+            name = next(n for n, p in part.module.named_parameters() if place(p) == place(unit.weight))
+            total += self.error(part.module, _run_with({name: left}))
         return total
 
 # %% ../../nbs/measure/12_estimates.ipynb #139a464e

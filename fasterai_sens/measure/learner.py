@@ -331,7 +331,7 @@ def learner_eval(
         with PutBack(lambda: keep_learner(learn)):
             learn.model = model
             # an interrupt may have left the lock locked, which would stop the Learner for good
-            if hasattr(learn, "lock"): learn.lock = Lock()
+            learn.lock = Lock()
             bars = [cb for cb in learn.cbs if isinstance(cb, ProgressCallback)]
             single_losses = _unreduced(learn) if keeps else nullcontext()
             with learn.removed_cbs(bars), learn.no_logging(), single_losses:

@@ -7,6 +7,7 @@ __all__ = ['microseconds_per_step', 'free_bytes', 'why_plain', 'user_hooks', 'Li
 
 # %% ../../nbs/measure/11_reuse.ipynb #5ac57968
 import os
+import re
 import threading
 import time
 import warnings
@@ -28,25 +29,26 @@ from .loop import Distrusted
 from .traces import Astray, Copy, Route, Recorder, Skipper, Store, is_plain, missing_parts
 
 # %% ../../nbs/measure/11_reuse.ipynb #d4db31b3
-def _numbers_in(
-    path:str, # of a file that Linux has
-)->list:      # of int, empty if there is none
-    "The numbers in a small file"
-    file = Path(path)
-    words = file.read_text().split() if file.exists() else []
-    return [int(word) for word in words if word.isdigit()]
+def _number_in(
+    file:Path,  # that Linux has
+    behind="",  # the word before the number; "": the number is all that there is
+)->int|None:    # None if there is no file, or no number
+    "A number in a small file"
+    text = file.read_text() if file.exists() else ""
+    found = re.search(rf"{behind}\s*(\d+)", text)
+    return int(found[1]) if found else None
 
-def _free_on_cpu()->int: # bytes
+def _free_on_cpu(
+    root="/", # where the files of the system are
+)->int:       # bytes
     "What can be had without pushing others out"
-    free = 2 << 30   # where nothing tells
-    if "SC_AVPHYS_PAGES" in os.sysconf_names: free = os.sysconf("SC_AVPHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    for line in lines:
-        if line.startswith("MemAvailable"): free = 1024*int(line.split()[1])
-    most, used = _numbers_in("/sys/fs/cgroup/memory.max"), _numbers_in("/sys/fs/cgroup/memory.current")
-    if most and used: free = min(free, max(0, most[0] - used[0]))
-    return free
+    kilobytes = _number_in(Path(root)/"proc/meminfo", "MemAvailable:")
+    free = 2 << 30 if kilobytes is None else 1024*kilobytes   # a guess where nothing tells
+    group = Path(root)/"sys/fs/cgroup"
+    most, used = _number_in(group/"memory.max"), _number_in(group/"memory.current")
+    if most is None or used is None: return free
+    files = _number_in(group/"memory.stat", "inactive_file") or 0
+    return min(free, max(0, most - used + files))
 
 def free_bytes(
     device:torch.device, # where the model is
@@ -117,7 +119,7 @@ def user_hooks(
 
 def _home(hook)->str:
     "Where a hook was written"
-    return getattr(hook, "__module__", None) or type(hook).__module__
+    return getattr(hook, "__module__", None) or ""
 
 # %% ../../nbs/measure/11_reuse.ipynb #613dd2b8
 def _nothing(*_, **__): "What a hook is in another process"

@@ -1,0 +1,265 @@
+"""What an evaluation may do wrong, at each of its calls in turn: the model comes back, and the error says what was measured."""
+import signal
+import threading
+import time
+import warnings
+from collections import Counter
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from fasterai_sens import Refine, SensitivityAnalyzer, analyze_degradation, search_plan, search_targets
+from fasterai_sens.core.fingerprint import changes, fingerprint
+from fasterai_sens.core.signals import limited
+
+LEVELS = {"sparsity": [50, 90], "pruning": [25, 50], "quantization": [8, 4], "low_rank": [25, 50]}
+has_alarm = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="nothing interrupts an evaluation here")
+
+
+def network():
+    """A small classifier with a past: statistics, gradients, a hook, mixed modes; and data on which it is right"""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(64, 8)
+    net(x).square().mean().backward()
+    net.eval()
+    y = net(x).argmax(1)
+    net[0].register_forward_hook(lambda m, args, out: None)
+    net[3].weight.requires_grad_(False)
+    net[1].train()
+    return net, x, y
+
+
+def endless():
+    """Real work of PyTorch, with no end"""
+    x = torch.ones(32, 32)
+    while True:
+        x = x @ x / 32
+
+
+def no_memory():
+    """As PyTorch says it on a GPU"""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+
+def throw(kind, *text):
+    """Raise it"""
+    raise kind(*text)
+
+
+FAULTS = {
+    "raises": partial(throw, RuntimeError, "no data"), "interrupted": partial(throw, KeyboardInterrupt), "MemoryError": partial(throw, MemoryError),
+    "OutOfMemoryError": no_memory, "too slow": endless, "None": lambda: None, "a text": lambda: "0.9", "three values": lambda: (1., 2., 3.),
+    "wrong shape": lambda: torch.ones(2, 3, 4), "nothing": lambda: torch.ones(0), "NaN": lambda: float("nan"), "infinity": lambda: float("inf")}
+RAISES = {"raises": RuntimeError, "interrupted": KeyboardInterrupt, "MemoryError": MemoryError, "OutOfMemoryError": torch.OutOfMemoryError,
+          "too slow": TimeoutError, "None": TypeError, "a text": TypeError, "three values": TypeError, "wrong shape": ValueError, "nothing": ValueError}
+
+
+class Faulty:
+    """An evaluation that counts its calls, leaves the model in disorder, and goes wrong at one of them"""
+
+    def __init__(self, kind=None, at=None):
+        _, self.x, self.y = network()
+        self.kind, self.at, self.n = kind, at, 0
+
+    def __call__(self, model):
+        self.n += 1
+        with torch.no_grad():
+            out = model(self.x)
+        if self.n == self.at:
+            model.train().requires_grad_(True)
+            model(self.x).square().mean().backward()
+            model.register_forward_hook(lambda m, args, out: None)
+            return FAULTS[self.kind]()
+        return -nn.functional.cross_entropy(out, self.y).item()
+
+
+def analyze(method, net, x, eval_fn, **options):
+    """Each layer at one level"""
+    return SensitivityAnalyzer(net, x[:4], eval_fn, reuse=options.pop("reuse", False)).analyze(method, LEVELS[method][1], verbose=False, **options)
+
+
+def sweep(method, net, x, eval_fn, **options):
+    """Each layer at several levels"""
+    return SensitivityAnalyzer(net, x[:4], eval_fn, reuse=options.pop("reuse", False)).sweep(method, LEVELS[method], verbose=False, **options)
+
+
+def refine(method, net, x, eval_fn, **options):
+    """Levels where curves bend"""
+    levels = [8, 6, 4, 3] if method == "quantization" else [25, 40, 50, 60]
+    analyzer = SensitivityAnalyzer(net, x[:4], eval_fn, reuse=False)
+    return analyzer.sweep(method, levels, adaptive=Refine(per_unit=3), verbose=False, **options)
+
+
+def reconstruct(method, net, x, eval_fn, **options):
+    """What stays of a layer is refitted"""
+    return analyze(method, net, x, eval_fn, reconstruct=x, **options)
+
+
+def degradation(method, net, x, eval_fn, **options):
+    """Two sizes"""
+    return analyze_degradation(net, x[:4], eval_fn, (80, 60), method, runs=0, verbose=False, **options)
+
+
+def search(method, net, x, eval_fn, **options):
+    """A search for one method's levels, or for zeros"""
+    if method == "sparsity":
+        return search_targets(net, x[:4], eval_fn, 60, evaluations=24, verbose=False, **options)
+    curves = SensitivityAnalyzer(net, x[:4], Faulty()).sweep(method, LEVELS[method], verbose=False)
+    return search_plan(net, x[:4], eval_fn, curves, "80%", "params" if method != "quantization" else "bytes", evaluations=8, verbose=False, **options)
+
+
+ENTRIES = {
+    "analyze": analyze, "sweep": sweep, "sweep, reuse": partial(sweep, reuse=True), "recalibrate": "recalibrate", "journal": "journal",
+    "refine": refine, "reconstruct": reconstruct, "degradation": degradation, "search": search, "workers": partial(sweep, n_jobs=2)}
+
+
+def run(entry, method, net, x, eval_fn, folder, **options):
+    """One call of an entry point"""
+    if entry == "recalibrate":
+        return sweep(method, net, x, eval_fn, recalibrate=x, **options)
+    if entry == "journal":
+        return sweep(method, net, x, eval_fn, journal=folder / f"{time.monotonic_ns()}", **options)
+    return ENTRIES[entry](method, net, x, eval_fn, **options)
+
+
+def try_out(entry, method, kind, at, folder):
+    """What came of a fault at one call: "raised", "finished"; fails if the model is another, or the error does not say where"""
+    on_interrupt = signal.getsignal(signal.SIGINT)   # ignored by a process that was started in the background
+    net, x, _ = network()
+    before, eval_fn = fingerprint(net), Faulty(kind, at)
+    options = {"timeout": .1} if kind == "too slow" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run(entry, method, net, x, eval_fn, folder, **options)
+            outcome = "finished"
+        except (*RAISES.values(), ValueError) as e:
+            outcome = "raised"
+            assert kind not in RAISES or isinstance(e, RAISES[kind]), (entry, method, kind, at, e)
+            if kind in RAISES:
+                where = [note for note in getattr(e, "__notes__", []) if note.startswith("while ")]
+                assert where and ("untouched" in where[0] or any(f"{name}" in where[0] for name in ("0", "3", "5"))), (entry, method, kind, at, where)
+    found = changes(before, fingerprint(net))
+    assert not found, (entry, method, kind, at, found)
+    # what is too slow while reuse writes it down is evaluated once more without, with a limit of its own
+    plainly = entry == "sweep, reuse" and kind == "too slow" and eval_fn.n > at
+    assert outcome == "raised" or kind not in RAISES or eval_fn.n < at or entry == "workers" or plainly, (entry, method, kind, at)
+    assert signal.getsignal(signal.SIGINT) is on_interrupt
+    return outcome
+
+
+def n_calls(entry, method, folder):
+    """How often an undisturbed run evaluates; 0: the method takes no part"""
+    net, x, _ = network()
+    eval_fn = Faulty()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run(entry, method, net, x, eval_fn, folder)
+        except (TypeError, ValueError) as e:
+            assert "reconstruct" in str(e), (entry, method, e)
+            return 0
+    return 3 if entry == "workers" else eval_fn.n   # each worker counts for itself: the untouched model, then its units
+
+
+def survived(entry, method, kind, folder, stops=None):
+    """A fault at every call in turn, or at some: how often it was raised, and how often the run ended well (NaN is a broken layer)"""
+    n = n_calls(entry, method, folder)
+    calls = range(1, n + 1) if stops is None else sorted({min(n, max(1, round(stop * n))) for stop in stops} if n else ())
+    return Counter(try_out(entry, method, kind, at, folder) for at in calls)
+
+
+pairs = [(entry, method) for entry, method in product(ENTRIES, LEVELS) if entry not in ("workers", "journal")]
+DIAGONAL = [(entry, method, list(FAULTS)[i % len(FAULTS)]) for i, (entry, method) in enumerate(pairs)]
+
+
+@has_alarm
+@pytest.mark.parametrize("entry,method,kind", DIAGONAL)
+def test_a_fault_leaves_no_trace(entry, method, kind, tmp_path):
+    """At the untouched model, in the middle and at the end; each entry point with each method, and each kind of fault with several of them"""
+    found = survived(entry, method, kind, tmp_path, stops=(0, .5, 1))
+    assert kind not in RAISES or not found["finished"]
+
+
+def rows_of(result):
+    """What was measured, to compare"""
+    return {row.name: row.compressed_metric for row in result.layers if row.prunable}
+
+
+@pytest.mark.parametrize("method", LEVELS)
+def test_skipped_is_only_what_failed(method, tmp_path):
+    """Each layer in turn is listed with the error instead, and the others are measured as if nothing had been"""
+    net, x, _ = network()
+    before, expected = fingerprint(net), analyze(method, net, x, Faulty())
+    for k, kind in enumerate(("OutOfMemoryError", "raises", "wrong shape")[:len(rows_of(expected))]):
+        found = analyze(method, net, x, Faulty(kind, 2 + k), on_error="skip")
+        assert changes(before, fingerprint(net)) == []
+        gone = {name: why for name, why in found.skipped if "could not be evaluated" in why}
+        assert set(rows_of(expected)) - set(rows_of(found)) <= set(gone) and RAISES[kind].__name__ in next(iter(gone.values()))
+        assert rows_of(found) == {name: metric for name, metric in rows_of(expected).items() if name not in gone}
+        assert all(row.rank for row in found.top()) and not {row.name for row in found.top()} & set(gone)
+    with pytest.raises(KeyboardInterrupt):
+        analyze(method, net, x, Faulty("interrupted", 2), on_error="skip")
+    with pytest.raises(RuntimeError):   # nothing can be compared with a baseline that is not there
+        analyze(method, net, x, Faulty("raises", 1), on_error="skip")
+
+
+class Trains:
+    """An evaluation that takes a step of training, which makes all that follows wrong"""
+
+    def __call__(self, model):
+        with torch.no_grad():
+            model[5].weight.mul_(.9)
+        return 1.
+
+
+@has_alarm
+def test_what_is_never_skipped_and_what_a_limit_costs():
+    """An evaluation that trains is an error in any case; a limit is refused where nothing could keep to it; handlers and clock come back"""
+    net, x, _ = network()
+    with pytest.raises(ValueError):
+        analyze("sparsity", net, x, Trains(), on_error="skip")
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(time.monotonic()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, .2)
+        found = analyze("sparsity", net, x, Faulty("too slow", 2), on_error="skip", timeout=.4)
+        assert [name for name, why in found.skipped if "TimeoutError" in why] == ["0"] and len(rang) == 1
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    finally:
+        mine = signal.signal(signal.SIGALRM, before)
+    assert mine(0, None) is None and len(rang) == 2   # the same handler as before
+    refused = []
+
+    def in_a_thread():
+        try:
+            analyze("sparsity", net, x, Faulty(), timeout=5)
+        except ValueError as e:
+            refused.append(e)
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1
+
+
+@pytest.mark.parametrize("entry", ["degradation", "search"])
+@pytest.mark.parametrize("method", ["sparsity", "quantization"])
+def test_what_was_measured_is_handed_over(entry, method, tmp_path):
+    """A search and a size curve that end early say what they found, all of it measured"""
+    net, x, _ = network()
+    whole, n = run(entry, method, net, x, Faulty(), tmp_path), n_calls(entry, method, tmp_path)
+    with pytest.raises(KeyboardInterrupt) as e:
+        run(entry, method, net, x, Faulty("interrupted", n), tmp_path)
+    found = e.value.partial
+    if entry == "degradation":
+        assert found.points == whole.points[:-1]
+        return
+    scores = {row["plan"]: row["metric"] for row in whole.ranking}
+    assert found.ranking and all(scores[row["plan"]] == row["metric"] for row in found.ranking) and found.predicted_metric != found.predicted_metric
+    with pytest.raises(KeyboardInterrupt) as e, limited(60):
+        run(entry, method, net, x, Faulty("interrupted", 1), tmp_path)
+    assert getattr(e.value, "partial", None) is None
