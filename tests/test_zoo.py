@@ -18,7 +18,7 @@ from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, taylor, wanda
 from fasterai_sens.core.layers import all_units
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:LSTM with projections")
 
 
 @dataclass
@@ -338,14 +338,35 @@ def channels_last():
     return found
 
 
-# ---- what cannot be compressed
+# ---- recurrent layers, whose weights have names of their own
 
 
 @case
 def lstm():
-    """Recurrent weights are not measured"""
+    """Two weights, each with the rows of four gates"""
     net = Net(lambda m, x: m.head(m.lstm(x)[0]), lstm=nn.LSTM(4, 6, batch_first=True), head=nn.Linear(6, 2))
-    return Case(net, torch.randn(4, 3, 4), {"head": 14}, {"lstm": "LSTM is not a compressible layer"})
+    return Case(net, torch.randn(4, 3, 4), {"lstm.weight_ih_l0": 120, "lstm.weight_hh_l0": 168, "head": 14})
+
+
+@case
+def recurrent():
+    """Two directions, a projected state, no bias, and cells that are called step by step"""
+
+    def forward(m, x):
+        h, state = m.rnn(m.lstm(m.gru(x)[0])[0])[0], None
+        for step in h.unbind(1):
+            state = m.cell(step, state)
+        return m.head(m.last(state[0], h[:, 0]))
+
+    layers = dict(gru=nn.GRU(4, 3, bidirectional=True, batch_first=True), lstm=nn.LSTM(6, 8, 2, proj_size=3, batch_first=True))
+    layers |= dict(rnn=nn.RNN(3, 5, bias=False, batch_first=True), cell=nn.LSTMCell(5, 5), last=nn.GRUCell(5, 5), head=nn.Linear(5, 2))
+    rows = {f"gru.weight_{kind}_l0{end}": size for end in ("", "_reverse") for kind, size in (("ih", 45), ("hh", 36))}
+    rows |= {"lstm.weight_ih_l0": 224, "lstm.weight_hh_l0": 128, "lstm.weight_hr_l0": 24, "lstm.weight_ih_l1": 128, "lstm.weight_hh_l1": 128}
+    rows |= {"lstm.weight_hr_l1": 24, "rnn.weight_ih_l0": 15, "rnn.weight_hh_l0": 25, "cell.weight_ih": 120, "cell.weight_hh": 120}
+    return Case(Net(forward, **layers), torch.randn(4, 3, 4) * 3, rows | {"last.weight_ih": 90, "last.weight_hh": 90, "head": 12})
+
+
+# ---- what cannot be compressed
 
 
 @case
@@ -462,7 +483,7 @@ def test_rows_and_their_parameters(name):
     own = {}
     for n in (n for row in r.layers for n in row.group_members or [row.name]):
         module, attr = holder(found.model, n)
-        bias = module.in_proj_bias if attr != "weight" else getattr(module, "bias", None)
+        bias = module.in_proj_bias if isinstance(module, nn.MultiheadAttention) else getattr(module, attr.replace("weight", "bias"), None)
         own[getattr(module, attr).data_ptr()] = getattr(module, attr).numel()
         if bias is not None:  # of an attention, one bias for all projections
             own[bias.data_ptr()] = bias.numel()
@@ -475,7 +496,7 @@ def test_the_rest_is_skipped_with_a_reason(name):
     """Every module with parameters of its own is measured or skipped, never both unless it is tied, never neither"""
     found, r = built(name), analysed(name, "half")
     measured = {n for row in r.layers for n in row.group_members or [row.name]}
-    measured |= {n.rpartition(".")[0] for n in measured if n.endswith("_proj_weight")}
+    measured |= {n.rpartition(".")[0] for n in measured if n.endswith("_proj_weight") or ".weight_" in n}  # of attention or a recurrent layer
     with_parameters = {n for n, m in found.model.named_modules() if list(m.parameters(recurse=False))}
     assert [n for n, _ in r.skipped] == [n for n, _ in dict.fromkeys(r.skipped)]
     assert {n or "(model)" for n in with_parameters - measured} == {n for n, _ in r.skipped}
@@ -776,7 +797,7 @@ def test_channels_agree_with_a_recomputation(name):
         assert (row.group_members or [row.name]) == groups[row.name][0]
 
 
-SLOW_OR_UNTRACED = ("swin", "subclasses", "gpt2")  # the search runs into its limit of time, or the model cannot be traced
+SLOW_OR_UNTRACED = ("swin", "subclasses", "gpt2", "recurrent")  # the search runs into its limit of time, or the model cannot be traced
 
 
 @pytest.mark.parametrize("name", [n for n in ZOO if n not in SLOW_OR_UNTRACED])
@@ -802,3 +823,23 @@ def test_layers_that_share_a_weight_can_lose_the_same_channels():
     row, other = a.analyze("pruning", verbose=False).layers[0], a.analyze("sparsity", verbose=False).layers[0]
     assert seen[1] == (True, 3, 3) and row.prunable
     assert (row.name, row.params, row.group_members, bool(row.group_id)) == (other.name, other.params, other.group_members, True)
+
+
+def test_what_a_recurrent_layer_refuses_and_reads():
+    """Its rows stay, the columns with which it reads others' channels count; its states are seen by no hook"""
+    found, labels = built("recurrent"), torch.tensor([0, 1, 1, 0])
+    net = Net(lambda m, x: m.rest(m.first(x)), first=nn.Linear(4, 4), rest=found.model)
+    a = SensitivityAnalyzer(net, found.sample, (found.sample, labels), criteria=wanda, calibration_data=found.sample)
+    names = {u.name for u in a.units if ".weight_" in u.name}
+    for compression, word in (("pruning", "gates and states of a recurrent layer"), ("low_rank", "does not call it as a layer")):
+        reasons = dict(a.analyze(compression, verbose=False).skipped)
+        assert names == {n for n, why in reasons.items() if word in why}
+    seen = names - dict(a.analyze("sparsity", verbose=False).skipped).keys()
+    assert seen == {"rest.gru.weight_ih_l0", "rest.gru.weight_ih_l0_reverse", "rest.lstm.weight_ih_l0", "rest.rnn.weight_ih_l0", "rest.cell.weight_ih"} | {
+        "rest.cell.weight_hh", "rest.last.weight_ih", "rest.last.weight_hh"}
+    reads = Net(lambda m, x: m.head(m.rnn(m.first(x).relu())[0][:, -1]), first=nn.Linear(4, 6), rnn=nn.LSTM(6, 5, batch_first=True, bidirectional=True),
+                head=nn.Linear(10, 2))
+    a = SensitivityAnalyzer(reads.eval(), found.sample, (found.sample, labels))
+    for by in ("fisher", "taylor", "output_error"):
+        first = a.estimate("pruning", [50], by=by, verbose=False)[0].layers[0]
+        assert first.name == "first" and first.delta > 0, by

@@ -179,6 +179,7 @@ class _Rule:
     def __call__(self, idxs: list) -> Any: ...
 no_target: str
 unfollowed: str
+gates: str
 
 def find_groups(graph: Graph) -> list: ...
 

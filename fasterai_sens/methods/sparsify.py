@@ -299,7 +299,7 @@ def drop_and_fit(
     moments : default None
         `Moments` of its inputs; None: the others stay as they are
     """
-    if moments and not keep.all(): moments.fit_kept(unit, keep)
+    if moments and not keep.all(): moments.fit_kept(unit, keep & (unit.weight != 0))   # zeros of before stay zeros
     drop_weights(unit, keep, granularity)
 
 # %% ../../nbs/methods/01_sparsify.ipynb #305ce3e7

@@ -84,7 +84,8 @@ def _kind_refusal(unit:Unit, held:dict)->str|None:
     "Why torchao has no product for the weight of `unit` in the modules that hold it, or None"
     fused = any(isinstance(m, nn.modules.linear.NonDynamicallyQuantizableLinear) for m in unit.modules)
     if fused or unit.attr != "weight":
-        return "nn.MultiheadAttention computes with this weight in one fused operation, which torchao does not have"
+        kind = "MultiheadAttention" if fused else unit.layer_type
+        return f"nn.{kind} computes with this weight in one fused operation, which torchao does not have"
     for name, module in held.items():
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)): continue
         return f"torchao runs Linear, Conv2d and Embedding; this weight belongs to {type(module).__name__} {name!r}"

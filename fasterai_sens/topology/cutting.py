@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.keeping import forget_casts
 from ..core.state import leave_no_trace
 from ..core.inputs import call, tensors_in
-from ..core.layers import Unit
+from ..core.layers import Unit, filter_bias
 from ..methods.channels import Graph, describe, eagerly, follow_errors
 from ..methods.proof import channel_groups, differ
 from ..methods.optimizers import check_optimizer, swap_parameters
@@ -26,11 +26,8 @@ def _bias_of(
     module:nn.Module, # one that holds its weight
 )->Tensor|None:       # one number for each filter
     "The bias of a layer; attention keeps those of query, key and value in one"
-    if unit.attr == "weight": return getattr(module, "bias", None)
-    bias = module.in_proj_bias
-    if bias is None or unit.attr == "in_proj_weight": return bias
-    place = ("q_proj_weight", "k_proj_weight", "v_proj_weight").index(unit.attr)
-    return bias.chunk(3)[place]
+    found = filter_bias(module, unit.attr)
+    return found and found[0][found[1]]
 
 def _weight_and_bias(
     name:str,       # of a layer or norm with a mask
