@@ -22,7 +22,9 @@ from fasterai_sens import (
     LayerTargets,
     Perturbation,
     Plan,
+    PruneCallback,
     Pruner,
+    QuantizeCallback,
     Sparsifier,
     compress_to_size,
     load_compressed,
@@ -226,6 +228,58 @@ def test_sized(compression, tmp_path):
     n = save_compressed(small.model, small.plan, tmp_path / "a", sample=x)
     assert abs(n - small.size) <= .01*small.size + 8000
     assert same(load_compressed(tmp_path / "a", conv_net), small.model)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_zeros_on_few_bits(bits, tmp_path):
+    """What few bits make zero beside what a plan drops, and what was zero before, is counted as it is written; refitted, the file is as long or shorter"""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(600, 400), nn.ReLU(), nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 10)).eval()
+    for layer in net[::2]: nn.init.normal_(layer.weight, std=.05)
+    x = torch.randn(300, 20)@torch.randn(20, 600)
+    plan = Plan(sparsity={"0": 50, "2": 70}, quantization={"0": bits, "2": bits})
+    said = Applier(net, x[:1]).costs(plan, ("bytes",))["bytes"]
+    n, refitted = (save_compressed(net, plan, tmp_path / "a", reconstruct=data) for data in (None, x))
+    assert abs(n - said) < .01*said + 8000 and refitted < 1.02*said + 8000
+    Sparsifier(net).sparsify_model({"0": 80})
+    untouched = Plan(quantization={"2": bits})
+    said = Applier(net, x[:1]).costs(untouched, ("bytes",))["bytes"]
+    assert abs(save_compressed(net, untouched, tmp_path / "a") - said) < .01*said + 8000
+
+
+def test_refitted_models_come_back(tmp_path):
+    """A plan of every method that was carried out with `reconstruct`, for the file alone or before: bit for bit the same"""
+    x = torch.randn(60, 3, 12, 12).cumsum(-1)
+    plan = Plan(pruning={"4": 25}, low_rank={"13": 60}, sparsity={"0": 40, "7": 60}, quantization={"7": 4, "9": 3, "15": 4})
+    net = conv_net().eval()
+    with unchanged(net): save_compressed(net, plan, tmp_path / "a", sample=x[:1], reconstruct=x)
+    done, cut = conv_net().eval(), conv_net().eval()
+    plan.apply(done, x[:1], reconstruct=x)
+    save_compressed(done, plan, tmp_path / "b")
+    plan.apply(cut, x[:1])
+    loaded = [load_compressed(tmp_path / name, conv_net).eval() for name in "ab"]
+    for model in loaded: assert same(model, done) and torch.equal(model(x), done(x))
+    assert not torch.equal(cut(x), done(x)) and (done(x) - net(x)).square().mean() < .5*(cut(x) - net(x)).square().mean()
+
+
+@pytest.mark.parametrize("how", ["rounded", "pruned"])
+def test_trained_with_callbacks(how, tmp_path):
+    """What `QuantizeCallback` or `PruneCallback` left of a model after training is saved and comes back bit for bit"""
+    from fastai.callback.progress import ProgressCallback
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from torch.utils.data import TensorDataset
+
+    data = TensorDataset(torch.randn(40, 8), torch.randint(0, 3, (40,)))
+    dls = DataLoaders.from_dsets(data, data, bs=20, device="cpu", num_workers=0)
+    learn = Learner(dls, three_layers(), loss_func=nn.CrossEntropyLoss())
+    learn.remove_cb(ProgressCallback)
+    cb = QuantizeCallback({"0": 4, "2": 3}) if how == "rounded" else PruneCallback({"0": 50}, steps=2)
+    with learn.no_logging(): learn.fit(2, .05, cbs=cb)
+    save_compressed(learn, None, tmp_path / "a")
+    loaded = load_compressed(tmp_path / "a", three_layers)
+    x = data.tensors[0]
+    assert same(loaded, learn.model) and torch.equal(outputs(loaded.eval(), x), outputs(learn.model.eval(), x))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,23 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from toys import Net, unchanged
 
-from fasterai_sens import Plan, SensitivityAnalyzer, Sparse, Sparsifier, SweepResult, allocate, changes, fingerprint, quantize_model
+from fasterai_sens import (
+    Plan,
+    SensitivityAnalyzer,
+    Sparse,
+    Sparsifier,
+    SweepResult,
+    allocate,
+    analyze_degradation,
+    changes,
+    compress_to_size,
+    compress_with_layer_sensitivity,
+    evaluation,
+    fingerprint,
+    gradual_degradation_recovery,
+    quantize_model,
+    search_targets,
+)
 from fasterai_sens.core.calibration import Calibration, columns, gather
 from fasterai_sens.core.layers import filters_first, find_units
 from fasterai_sens.methods.sparsify import sparsity_mask
@@ -257,3 +274,70 @@ def test_rank_is_spent_on_what_layers_see():
     with unchanged(model), Applier(model, x[:1], reconstruct=x)(plan): torch.testing.assert_close(model(x), done(x), rtol=1e-2, atol=1e-3)
     held.remove()
     assert type(done[10]) is nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:7 is factorized without")
+@pytest.mark.parametrize(("how", "size"), [("sparsity", 50), ("pruning", 60), ("quantization", 20), ("low_rank", 70)])
+def test_sizes_are_refitted(how, size):
+    """As many bytes as without, nearer to the dense model; a curve over sizes measures what a model of a size computes, to the bit if no layer becomes two"""
+    model = pictures()
+    wanted = model(x).detach()
+    def error(net): return float((net(x).detach() - wanted).square().mean())
+    with unchanged(model):
+        cut, done, plain = (compress_to_size(model, x[:1], size, how, reconstruct=data, calibration_data=x, verbose=False) for data in (None, True, False))
+        curve = analyze_degradation(model, x[:1], error, [90, size], how, reconstruct=x, higher_is_better=False, runs=0, verbose=False)
+    assert error(done.model) < .1*error(cut.model) and error(plain.model) == error(cut.model)
+    assert (done.size, done.plan) == (cut.size, cut.plan)
+    assert curve[-1].metric == (pytest.approx(error(done.model), 1e-4) if how == "low_rank" else error(done.model))
+    assert curve.settings["reconstruct"] is True and "refitted" in curve.title
+
+
+def test_sizes_refit_as_they_were_measured():
+    """Sensitivities that were measured refitted ask for data again; a mean percentage is refitted too, and zeros of before stay zeros"""
+    model = pictures()
+    sweep = SensitivityAnalyzer(model, x[:1], (x, model(x).argmax(1)), calibration_data=x).sweep("sparsity", [30, 60], reconstruct=True, verbose=False)
+    for act in (partial(compress_to_size, model, x[:1], 60, "sparsity", plan=sweep), partial(compress_with_layer_sensitivity, model, x[:1], sweep)):
+        with pytest.raises(ValueError): act(verbose=False)
+        done, cut = act(calibration_data=x, verbose=False), act(reconstruct=False, verbose=False)
+        assert F.mse_loss(done.model(x), model(x)) < .3*F.mse_loss(cut.model(x), model(x)) and done.plan == cut.plan
+    plan = Plan(sparsity=dict.fromkeys(done.plan, 20))
+    before = {name: t == 0 for name, t in done.model.named_parameters()}
+    held = plan.apply(done.model, x[:1], reconstruct=x)
+    assert held and all((t == 0)[before[name]].all() for name, t in done.model.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["sparsity", "pruning"])
+def test_stages_are_refitted(how):
+    """Each stage of a recovery loses less before it is trained; sensitivities that were measured refitted say so"""
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    lost = {}
+    for data in (None, True, [x[:20], x[20:]]):
+        model = pictures()
+        y = model(x).detach()
+        batches = DataLoader(TensorDataset(x, y), 30)
+        learn = Learner(DataLoaders(batches, batches), model, F.mse_loss, metrics=F.mse_loss)
+        found = gradual_degradation_recovery(learn, (25, 50), compression=how, epochs=0, higher_is_better=False, reconstruct=data, verbose=False)
+        lost[str(data)[:4]] = [row["metric_compressed"] for row in found.history]
+        assert found.settings.get("reconstruct", False) is (data is not None)
+    assert all(mine < .3*plain for name in ("True", "[ten") for mine, plain in zip(lost[name], lost["None"], strict=True))
+
+
+@pytest.mark.parametrize("in_parts", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_searched_plans_are_measured_refitted(in_parts):
+    """What a search reports of its plan is what the plan does when it is applied with the same data; the model comes back"""
+    model = pictures()
+    wanted = model(x).detach()
+    y = wanted.argmax(1)
+    def error(net): return (net(x).detach() - wanted).square().mean(1)
+    def loss(net): return F.cross_entropy(net(x).detach(), y, reduction="none")
+    score = loss if in_parts else error
+    on = evaluation((x, y), partial(F.cross_entropy, reduction="none")) if in_parts else error
+    how = dict(higher_is_better=False, metric_name="error", evaluations=60, verbose=False)
+    with unchanged(model): found, cut = (search_targets(model, x[:1], on, 70, reconstruct=data, **how) for data in (x, None))
+    assert found.settings["reconstruct"] is True and "reconstruct" not in cut.settings
+    done = copy.deepcopy(model)
+    Sparsifier(done, reconstruct=x).sparsify_model(found.plan)
+    assert score(done).mean() == pytest.approx(found.measured_metric, 1e-4)
+    if not in_parts: assert found.measured_metric < .3*cut.measured_metric
+    with pytest.raises(ValueError): search_targets(model, x[:1], on, 70, reconstruct=True, **how)

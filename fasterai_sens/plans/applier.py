@@ -273,6 +273,8 @@ class Applier:
         self.actors = {}     # method -> its actor
         self.dense = {}      # cost -> what `cost_rules` gave for the untouched model
         self.outlines = {}   # (name of a unit, shape) -> its outline
+        self.zeros = {u.name: count_zeros(u.weight)/max(1, u.weight.numel()) for u in units}   # shares of before
+        self.rounded = {}    # (name of a unit, levels) -> share of the weights that are zero once rounded
         self.savings = {}    # what is known of layers, see `Savings`
         for name in in_turn(methods or ()): self.actor(name)
     def actor(self,
@@ -818,6 +820,60 @@ def left_of(self:Applier,
         left = perturbation.shrink(unit, left, n_biases)
     return left
 
+# %% ../../nbs/plans/04_applier.ipynb #bea85f2c
+@patch
+def share_rounded(self:Applier,
+    name:str,    # of a unit
+    levels:dict, # method -> level, in their turns; the last one rounds
+)->float:        # of its weights
+    """How many weights are zero once they are rounded
+
+    Parameters
+    ----------
+    name : str
+        of a unit
+    levels : dict
+        method -> level, in their turns; the last one rounds
+
+    Returns
+    -------
+    float
+        of its weights
+    """
+    key = name, *levels.items()
+    if key not in self.rounded:
+        unit = self.units[name]
+        with leave_no_trace(self.model, weights=[unit.weight]):
+            for method, level in levels.items(): self.actor(method).outline(level).change(self.model, unit)
+            self.rounded[key] = count_zeros(unit.weight)/unit.weight.numel()
+    return self.rounded[key]
+
+@patch
+def written_of(self:Applier,
+    unit,        # a `Unit`, or an outline of one
+    levels:dict, # method -> level, in their turns
+)->Footprint:
+    """What is left of a layer, with the zeros that its numbers bring
+
+    Parameters
+    ----------
+    unit
+        a `Unit`, or an outline of one
+    levels : dict
+        method -> level, in their turns
+
+    Returns
+    -------
+    Footprint
+    """
+    left = self.left_of(unit, levels)
+    n = unit.weight.numel()
+    if left.n_weights != n: return left
+    is_coded = [has_own(type(self.actor(name).outline(level)), "encode") for name, level in levels.items()]
+    if all(is_coded) and levels: return left   # written in full
+    share = self.share_rounded(unit.name, levels) if any(is_coded) else self.zeros[unit.name]
+    return replace(left, n_zeros=max(left.n_zeros, round(share*n)))
+
 # %% ../../nbs/plans/04_applier.ipynb #dbae8f4b
 class Savings:
     """What is saved inside layers; tied layers count once
@@ -861,7 +917,7 @@ class Savings:
         key = unit.name, tuple(unit.weight.shape), tuple(levels.items()), *self.rules
         if key not in self.known:
             dense = footprint(unit)
-            left = self.applier.left_of(unit, levels)
+            left = self.applier.written_of(unit, levels)
             self.known[key] = {cost: take(unit, dense) - take(unit, left) for cost, take in self.rules.items()}
         return self.known[key]
     def __call__(self,
@@ -879,13 +935,14 @@ class Savings:
         dict
             cost -> how much less
         """
-        units, inside = self.applier.units, {}
+        units = self.applier.units
+        inside = {name: {} for name, share in self.applier.zeros.items() if share}
         for name, levels in layers.items():
             if name not in units: raise unknown_name(name, units)
             inside[units[name].name] = self.applier.inside(levels)
         total = dict.fromkeys(self.rules, 0)
         for name, levels in inside.items():
-            if not levels: continue
+            if not levels and not self.applier.zeros[name]: continue
             saved = self.of_unit(self.find(name), levels)
             for cost in total: total[cost] += saved[cost]
         return total

@@ -56,7 +56,7 @@ def check_reach(
     low,           # lowest percent of each knob, array
     high,          # highest percent of each knob, array
     weights,       # weights behind each knob, array
-    bounds:tuple,  # what the user allowed: `min_pct`, `max_pct`
+    ends:tuple|None, # `min_pct` and `max_pct`; None: other bounds go before them
     why:str,       # what else limits the range
 ):
     """Raises ValueError with the reachable range if no choice within the bounds has the mean `target`
@@ -71,8 +71,8 @@ def check_reach(
         highest percent of each knob, array
     weights
         weights behind each knob, array
-    bounds : tuple
-        what the user allowed: `min_pct`, `max_pct`
+    ends : tuple|None
+        `min_pct` and `max_pct`; None: other bounds go before them
     why : str
         what else limits the range
     """
@@ -80,9 +80,8 @@ def check_reach(
     least = float(np.average(low, weights=weights))
     most = float(np.average(high, weights=weights))
     if least - slack <= target <= most + slack: return
-    min_pct, max_pct = bounds
-    if not min_pct - slack <= target <= max_pct + slack:
-        why = f"outside [{min_pct:.12g}, {max_pct:.12g}], which is min_pct and max_pct"
+    if ends and not ends[0] <= target <= ends[1]:
+        why = f"outside [{ends[0]:.12g}, {ends[1]:.12g}], which is min_pct and max_pct"
     possible = f"between {least:.12g} and {most:.12g} is possible"
     raise ValueError(f"target_pct {target:.12g} is out of reach: {why}; {possible}")
 
@@ -176,7 +175,7 @@ def budget(
     weights = np.array([unit.weight.numel() for unit in units], float)
     names = [[unit.name] for unit in units]
     lows, highs = limits.ends(names, "sparsity")
-    everywhere = (low, high) if bounds is None else (0, 100)
+    everywhere = None if bounds else (low, high)
     why = limits.why() or "rounding"
     check_reach(target, lows, highs, weights, everywhere, why)
     return Budget(units, weights, lows, highs, target)

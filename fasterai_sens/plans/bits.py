@@ -239,9 +239,8 @@ def to_bit_plan(self:SweepResult,
     costs, budget = _bit_costs(options, units, model, target_bits, target_bytes, how)
     least = sum(map(min, costs))
     if least > budget*(1 + 1e-9): raise ValueError(_bit_range(options, model, target_bits, target_bytes, how))
-    name = "target_bits" if target_bytes is None else "target_bytes"
     damages = [list(known.values()) for known in options.values()]
-    picked = choose(damages, {name: costs}, {name: budget})
+    picked = choose(damages, {"target": costs}, {"target": budget})
     bits = {}
     for (layer, known), i in zip(options.items(), picked, strict=True): bits[layer] = list(known)[i]
     return BitPlan(

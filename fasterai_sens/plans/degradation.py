@@ -22,24 +22,24 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..core.progress import slow_bar
+from ..core.signals import limited
 from ..core.state import leave_no_trace
-from ..core.checks import check_count, format_table
+from ..core.checks import check_count, format_table, noting
 from ..core.protocol import methods
-from ..core.saving import Saved, revive
+from ..core.saving import Saved, as_interval, check_entries
 from ..core.sweeps import SweepResult
 from ..core.plans import LayerTargets
 from ..core.counters import latency
 from ..core.workers import count_workers, spread
+from ..core.calibration import noted
 from ..core.journal import check_again, open_journal
 from ..measure.scores import Score, compare, score_data, score_from, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_heard, same_score
-from fasterai_sens.measure.loop import (
-    Compared, check_baseline, check_training, evaluate, progress, ticker, untouched
-)
+from ..measure.loop import Compared, check_baseline, check_training, evaluate, progress, ticker, untouched
 from ..measure.norms import Recalibrated, warn_if_judged_otherwise
-from .meter import plan_key
+from .meter import plan_at_work, plan_key, so_far
 from .sizes import Steps, check_size, cost_name, find_steps, is_measured, levels_of, planner
 
 # %% ../../nbs/plans/12_degradation.ipynb #7cabf8fd
@@ -96,10 +96,10 @@ class SizePoint(Saved):
         Parameters
         ----------
         d
-            from `as_dict`, perhaps through a file
+            from `as_dict`
         """
-        d = revive(d)
-        if d["ci"] is not None: d["ci"] = tuple(d["ci"])
+        d = {**d}
+        d["ci"] = as_interval(d["ci"])
         d["plan"] = LayerTargets.from_dict(d["plan"])
         return cls(**d)
 
@@ -125,7 +125,7 @@ class DegradationResult(Saved):
     higher_is_better : bool, default True
         direction of the metric
     settings : dict, default dict()
-        what else was chosen: plan, recalibrated
+        what else was chosen: plan, recalibrated, reconstruct
     """
     compression:str            # name of the method
     cost:str                   # what size is counted in: "bytes", "params" or "flops"
@@ -134,7 +134,7 @@ class DegradationResult(Saved):
     points:list                # of `SizePoint`
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of the metric
-    settings:dict=field(default_factory=dict) # what else was chosen: plan, recalibrated
+    settings:dict=field(default_factory=dict) # what else was chosen: plan, recalibrated, reconstruct
     def __len__(self): return len(self.points)
     def __getitem__(self, i): return self.points[i]
     @property
@@ -142,6 +142,7 @@ class DegradationResult(Saved):
         "Method and plan in words, such as 'pruning, uniform'"
         words = [self.compression]
         if self.settings.get("plan"): words.append(self.settings["plan"])
+        if self.settings.get("reconstruct"): words.append("refitted")
         if self.settings.get("recalibrated"): words.append("recalibrated")
         return ", ".join(words)
     def __repr__(self):
@@ -157,10 +158,13 @@ class DegradationResult(Saved):
         Parameters
         ----------
         d
-            from `as_dict`, perhaps through a file
+            from `as_dict`
         """
         points = [SizePoint.from_dict(p) for p in d["points"]]
-        return cls(**revive(d) | {"points": points})
+        if not points: raise ValueError("a curve has a point for each size, and this has none")
+        if d["dense_size"] <= 0: raise ValueError(f"dense_size is a size of a model; got {d['dense_size']}")
+        check_entries({"plan": None, **d["settings"]}, dict(plan=str | None))
+        return cls(**{**d, "points": points})
 
 # %% ../../nbs/plans/12_degradation.ipynb #b9000af4
 def size_point(
@@ -480,7 +484,7 @@ def measure_plan(
     """
     if known and not runs: return known, None
     with carried(steps, plan):
-        score = known or evaluate(steps.model, eval_fn, around)
+        with noting(plan_at_work(plan)): score = known or evaluate(steps.model, eval_fn, around)
         return score, time_ms(steps, runs)
 
 def plan_name(
@@ -546,7 +550,7 @@ def scored(
     -------
     Score
     """
-    with leave_no_trace(model): return evaluate(model, eval_fn)
+    with noting("while the untouched model was evaluated"), leave_no_trace(model): return evaluate(model, eval_fn)
 
 def baseline_score(
     model:nn.Module,  # untouched model
@@ -649,6 +653,7 @@ def measure_sizes(
     everything:bool,  # whether all layers may be compressed
     n_jobs:int|None=None, # processes, as for `spread`
     journal=None,     # an open `Journal`: what it has is not measured again; None: nothing is written down
+    finish:Callable|None=None, # (`Score` of the untouched model, points) -> `partial` of an error; None: it has none
 )->tuple:             # the `Score` of the untouched model, list of `SizePoint`
     """The untouched model, then each plan. Raises ValueError, or warns, if no plan changed a bit of any score
 
@@ -676,6 +681,8 @@ def measure_sizes(
         processes, as for `spread`
     journal : default None
         an open `Journal`: what it has is not measured again; None: nothing is written down
+    finish : Callable|None, default None
+        (`Score` of the untouched model, points) -> `partial` of an error; None: it has none
 
     Returns
     -------
@@ -688,17 +695,19 @@ def measure_sizes(
     check_again(journal, "baseline", score_data(base))
     points, tried, known = [], [], known_sizes(journal, plans)
     compressed = {target: plan for target, plan in plans.items() if plan and target not in known}
-    if count_workers(n_jobs) > 1 and len(compressed) > 1:
-        scores = score_elsewhere(steps, list(compressed.values()), eval_fn, around, base, n_jobs, verbose)
-        known |= dict(zip(compressed, scores, strict=True))
-    for target, plan in progress(list(plans.items()), verbose and not known):
-        if plan:
-            score, ms = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
-            if journal: journal.record(plan_key("size", plan, 1.), score_data(score))
-            tried.append((f"size {target:g}", partial(carried, steps, plan), same_score(base, score)))
-        else: score, ms = base, time_ms(steps, runs)
-        size = steps.size(plan, cost)
-        points.append(size_point(target, size, dense, base, score, higher_is_better, latency_ms=ms, plan=plan))
+    def find(): return finish(base, points) if finish and points else None
+    with so_far(find):
+        if count_workers(n_jobs) > 1 and len(compressed) > 1:
+            scores = score_elsewhere(steps, list(compressed.values()), eval_fn, around, base, n_jobs, verbose)
+            known |= dict(zip(compressed, scores, strict=True))
+        for target, plan in progress(list(plans.items()), verbose and not known):
+            if plan:
+                score, ms = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
+                if journal: journal.record(plan_key("size", plan, 1.), score_data(score))
+                tried.append((f"size {target:g}", partial(carried, steps, plan), same_score(base, score)))
+            else: score, ms = base, time_ms(steps, runs)
+            size = steps.size(plan, cost)
+            points.append(size_point(target, size, dense, base, score, higher_is_better, latency_ms=ms, plan=plan))
     check_heard(steps.model, steps.sample, base, tried, higher_is_better=higher_is_better, everything=everything)
     return base, points
 
@@ -722,18 +731,21 @@ def analyze_degradation(
     criteria=None,        # which weights or channels go, for methods that rank; None: `large_final`
     granularity=None,     # sparsity: block size; None: "weight"
     calibration_data=None, # for criteria that use data
+    reconstruct=None,     # data, or True for `calibration_data`: what stays makes up for what goes; None: as measured
     recalibrate=None,     # data: batch-norm statistics are estimated anew at each size, see `reestimate_norms`
     runs:int=10,          # forwards to time at each size; 0: none
     verbose:bool=True,    # show a progress bar
     # processes that evaluate sizes side by side, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     n_jobs:int|None=None,
     journal=None,         # path of a file that keeps the score of each size for the next call; None: nothing is kept
+    timeout=None,         # seconds that each evaluation may take, see `limited`; None: as long as it likes
 )->DegradationResult:
     """The metric at each size
 
     Bytes are as stored: sparse weights with a bit mask, rounded ones packed. Parameters are those that are not zero.
     Raises ValueError with what is possible for a size out of reach, KeyError for an unknown layer,
-    TypeError for an option that the method does not take.
+    TypeError for an option that the method does not take. An error of an evaluation has the sizes that were
+    measured before it as `partial`: a `DegradationResult`, or None.
 
     Parameters
     ----------
@@ -773,6 +785,8 @@ def analyze_degradation(
         sparsity: block size; None: "weight"
     calibration_data : default None
         for criteria that use data
+    reconstruct : default None
+        data, or True for `calibration_data`: what stays makes up for what goes; None: as measured
     recalibrate : default None
         data: batch-norm statistics are estimated anew at each size, see `reestimate_norms`
     runs : int, default 10
@@ -784,6 +798,8 @@ def analyze_degradation(
         `parallel_config` says, else 1
     journal : default None
         path of a file that keeps the score of each size for the next call; None: nothing is kept
+    timeout : default None
+        seconds that each evaluation may take, see `limited`; None: as long as it likes
 
     Returns
     -------
@@ -793,7 +809,8 @@ def analyze_degradation(
     count_workers(n_jobs)   # raises
     eval_fn = as_eval_fn(eval_fn, sample=sample, higher_is_better=higher_is_better)
     check_training(eval_fn, [methods[compression]] if compression in methods else [])
-    options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+    options = dict(criteria=criteria, granularity=granularity)
+    options |= dict(calibration_data=calibration_data, reconstruct=reconstruct)
     with slow_bar(verbose=verbose, text="finding plans"):
         steps = find_steps(model, sample, compression, cost, layers, plan, layer_types=layer_types, **options)
         steps.limit(locked, bounds)
@@ -805,9 +822,12 @@ def analyze_degradation(
     everything = layers is None and layer_types is None and locked is None and bounds is None
     how = dict(method=compression, granularity=granularity, criteria=str(criteria))
     how["data"] = calibration_data, recalibrate
-    with open_journal(journal, model, sample, metric_name, higher_is_better, **how) as book:
-        base, points = measure_sizes(
-            steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything, n_jobs, book)
-    settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None)
-    return DegradationResult(
-        compression, cost, dense, base.value, points, metric_name, higher_is_better, settings)
+    if steps.calibration: how["data"] += steps.calibration.data,
+    settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None) | noted(steps.calibration)
+    def finish(base, points):
+        about = points, metric_name, higher_is_better, settings
+        return DegradationResult(compression, cost, dense, base.value, *about)
+    with limited(timeout), open_journal(journal, model, sample, metric_name, higher_is_better, **how) as book:
+        found = measure_sizes(
+            steps, cost, plans, eval_fn, around, higher_is_better, runs, verbose, everything, n_jobs, book, finish)
+    return finish(*found)

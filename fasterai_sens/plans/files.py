@@ -859,7 +859,7 @@ def describe_compressed(
     rows = []
     with open_archive(path) as archive:
         for entry in _read_entries(archive):
-            size = torch.empty(0, dtype=_dtypes[entry.dtype]).element_size()
+            size = _dtypes[entry.dtype].itemsize
             parts = {}
             for part, key in entry.keys.items(): parts[part] = archive.n_bytes(key)
             rows.append(dict(

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..core.progress import slow_bar
 from ..core.keeping import forget_casts
+from ..core.signals import limited
 from ..core.state import leave_no_trace
 from ..core.checks import check_count
 from ..core.protocol import in_turn, methods, scale_of
@@ -40,7 +41,7 @@ from .applier import Actor, Applier
 from .choices import Choice, may_meet, option_costs, planned
 from .allocate import Problem, best_within, choose_within, excluding, rises_around, set_up
 from .race import Runner, Track, probe, race
-from .meter import Contest, Meter, SearchResult, as_report_fn
+from .meter import Contest, Meter, SearchResult, as_report_fn, so_far
 from .search import alone_share
 
 # %% ../../nbs/plans/10_joint.ipynb #05f15a04
@@ -1162,12 +1163,12 @@ def plans_alone(
 def end_contest(
     contest:Contest,     # all plans have entered
     limits:Limits,       # what they keep to
-    levels:dict,         # name -> {method: level} of each choice
+    levels:dict|None,    # name -> {method: level} of each choice; None: nothing more is evaluated
     report:Meter|None,   # on other data, for the ranking
     about:dict,          # what all plans have in common
     share:float=1.,      # of the samples, for layers alone
-)->SearchResult:
-    """Count what plans really cost, and rank them
+)->SearchResult|None:
+    """Count what plans really cost, and rank them; None if none was measured
 
     Parameters
     ----------
@@ -1175,8 +1176,8 @@ def end_contest(
         all plans have entered
     limits : Limits
         what they keep to
-    levels : dict
-        name -> {method: level} of each choice
+    levels : dict|None
+        name -> {method: level} of each choice; None: nothing more is evaluated
     report : Meter|None
         on other data, for the ranking
     about : dict
@@ -1186,19 +1187,32 @@ def end_contest(
 
     Returns
     -------
-    SearchResult
+    SearchResult|None
     """
-    for plan in contest.plans.values():
-        plan.costs = limits.applier.costs(plan, limits.names, really=True)
-    costs = {name: plan.costs for name, plan in contest.plans.items()}
+    if not contest.scores: return None
+    costs = {}
+    for name in contest.scores:
+        plan = contest.plans[name]
+        costs[name] = plan.costs = limits.applier.costs(plan, limits.names, really=True)
     def each_alone(name): return plans_alone(limits, levels[name])
     result = contest.result(
         report, costs, each_alone,
         budgets=limits.budgets, metric_name=about["metric_name"], settings=about["settings"],
-        share=share,
+        share=share, is_partial=levels is None,
     )
     result.plan.predicted_metric = result.predicted_metric
     return result
+
+def _check_counted(budget, cost):
+    "Raises ValueError for what cannot be counted"
+    costs = budget if isinstance(budget, Mapping) else [cost]
+    if "latency" in costs:
+        raise ValueError("latency cannot be counted: allocate plans for it, and flops are near")
+
+def _count_moves(evaluations, in_parts:bool, used:list)->int:
+    "How many evaluations there may be while moving"
+    if evaluations is not None: return check_count(evaluations, "evaluations")
+    return 40 + (3 if in_parts else 4)*len(used)
 
 # %% ../../nbs/plans/10_joint.ipynb #17866987
 def search_plan(
@@ -1226,11 +1240,12 @@ def search_plan(
     calibration_data=None, # for criteria that use data, and for ranges of activations
     verbose:bool=True, # show a progress bar
     journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
+    timeout=None,      # seconds that each evaluation may take, see `limited`; None: as long as it likes
 )->SearchResult:       # `plan` is a `Plan`
     """The best of the plans within the budgets, improved by a race of proposals. Raises as `allocate` does
 
     With data as `eval_fn` (or `evaluation` of data) proposals are judged on growing parts of them, and come from
-    gradients if the objective has any; with a function each is measured in full.
+    gradients if the objective has any; with a function each is measured in full. An error has `partial`.
 
     Parameters
     ----------
@@ -1276,6 +1291,8 @@ def search_plan(
         show a progress bar
     journal : default None
         path of a file that keeps each score, for the same call to go on from; None: nothing is kept
+    timeout : default None
+        seconds that each evaluation may take, see `limited`; None: as long as it likes
 
     Returns
     -------
@@ -1284,9 +1301,7 @@ def search_plan(
     """
     usual = report_higher_is_better is not False   # until the sweeps have said it
     report_fn = as_report_fn(report_fn, report_higher_is_better, usual, sample)
-    costs = budget if isinstance(budget, Mapping) else [cost]
-    if "latency" in costs:
-        raise ValueError("latency cannot be counted: allocate plans for it, and flops are near")
+    _check_counted(budget, cost)
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_sample(model, sample)
     check_effect(model, sample)
@@ -1303,17 +1318,17 @@ def search_plan(
     warn_if_judged_otherwise([result for sweep in given for result in sweep], recalibrate)
     around = recalibrating(recalibrate, sample, next(model.parameters()).device)
     in_parts = has_parts(eval_fn)
-    calls = 40 + (3 if in_parts else 4)*len(used)
-    if evaluations is not None: calls = check_count(evaluations, "evaluations")
+    calls = _count_moves(evaluations, in_parts, used)
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
     by, rises = about["settings"]["by"], first.higher_is_better
     on_call = ticker(calls + len(starts) + len(problem.choices) + 2, verbose)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
     how = dict(plans=nested(about["settings"]), data=(calibration_data, recalibrate))
-    with open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
+    with limited(timeout), open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
         meter = partial(Meter, model, applier, journal=book)
         report = report_fn and meter(report_fn, around, report_rises, "metric", name="report")
         contest = Contest(meter(eval_fn, around, rises, by, on_call))
-        levels = find_levels(contest, limits, starts, calls, about)
-        contest.check_was_heard(sample, everything=False)
-        return end_contest(contest, limits, levels, report, about, alone_share if in_parts else 1.)
+        with so_far(partial(end_contest, contest, limits, None, None, about)):
+            levels = find_levels(contest, limits, starts, calls, about)
+            contest.check_was_heard(sample, everything=False)
+            return end_contest(contest, limits, levels, report, about, alone_share if in_parts else 1.)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # %% ../../nbs/plans/07_race.ipynb #71840afc
-@dataclass(eq=False)
+@dataclass
 class Runner:
     """A plan in the race
 

@@ -35,6 +35,7 @@ from ..core.plans import BitPlan, LayerTargets, Plan, check_method
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, filters_first, find_units, target_units
 from ..core.limits import read_limits, tied_names
+from ..core.calibration import find_calibration, noted
 from ..methods.criteria import bind, large_final
 from ..methods.sparsify import Sparse, drop_weights, n_dropped
 from ..methods.quantize import Quantized, packed_bytes, plan_bytes, quantize_model
@@ -110,14 +111,16 @@ class Steps:
         self.compression = kind.method_name
         self.scale = scale_of(self.compression)
         self.data = dict(criteria=criteria, calibration_data=calibration_data)
-        self.options = options
         self.settings = kind.options_from(dict(measured)) | options
+        self.calibration = find_calibration(self.settings.pop("reconstruct", None), calibration_data, sample)
+        self.options = {name: value for name, value in options.items() if name != "reconstruct"}
         self.limits = dict(locked=None, bounds=None)   # as the user gave them, see `limit`
         self.prepare(find_units(model, layers, layer_types)[0])
+        self.settings |= noted(self.calibration)
     @cached_property
     def applier(self)->Applier:
         "What carries plans out on the model, and counts"
-        settings = {self.compression: self.settings}
+        settings = {self.compression: self.settings | dict(reconstruct=self.calibration)}
         return Applier(self.model, self.sample, [self.compression], settings=settings, **self.data)
 
 # %% ../../nbs/plans/11_sizes.ipynb #8687d55b
@@ -528,7 +531,7 @@ def apply(self:Steps,
     plan : Mapping
         layer name -> level
     """
-    self.whole_plan(plan).apply(self.model, self.sample, **self.data)
+    self.whole_plan(plan).apply(self.model, self.sample, reconstruct=self.calibration or False, **self.data)
 
 # %% ../../nbs/plans/11_sizes.ipynb #567f22b4
 class LadderSteps(Steps):
@@ -751,7 +754,7 @@ def find_steps(
     layers=None,       # names of layers; None: all
     plan=None,         # as for `compress_to_size`; of sensitivities the options count
     *, layer_types=None, # a module class, or several in a list; None: all
-    **options,         # criteria, granularity, calibration_data; None: not given
+    **options,         # criteria, granularity, calibration_data, reconstruct; None: not given
 )->Steps:
     """The steps of one method
 
@@ -774,7 +777,7 @@ def find_steps(
     layer_types : default None
         a module class, or several in a list; None: all
     **options
-        criteria, granularity, calibration_data; None: not given
+        criteria, granularity, calibration_data, reconstruct; None: not given
 
     Returns
     -------
@@ -788,7 +791,8 @@ def find_steps(
     check_options(given, takes(compression), compression, elsewhere={name: takes(name) for name in stepped()})
     check_effect(model, sample)
     measured = {}
-    if is_measured(plan) and levels_of(plan)[0].compression_type == compression: measured = levels_of(plan)[0].settings
+    if not is_measured(plan): measured = noted(getattr(plan, "settings", {}).get("reconstruct") or None)
+    elif levels_of(plan)[0].compression_type == compression: measured = levels_of(plan)[0].settings
     make = steps_of(compression)
     return make(methods[compression], model, sample, layers, layer_types, measured=measured, **given)
 
@@ -845,9 +849,8 @@ class SparseSteps(Steps):
         self.settings = dict(granularity=granularity, criteria=bound.name)
         self.ranks = {u.name: drop_order(u, granularity, bound) for u in units}
         self.left = {u.name: _count_left(u, self.ranks[u.name]) for u in units}
+        self.rules = {}   # cost -> from `find_rule`, so that it is found once
         self.take(units, [rank.numel() for rank in self.ranks.values()], {})
-    @cached_property
-    def rule(self)->Callable: return cache(self.find_rule)
     def change(self, plan):
         """Set the weights to zero, those that `Sparsifier` would choose
 
@@ -856,13 +859,23 @@ class SparseSteps(Steps):
         plan
             layer name -> level
         """
+        if self.calibration: return Steps.change(self, plan)
         counts = self.counts(self.levels(plan))
         for unit, k in zip(self.units, counts.tolist(), strict=True):
             if k == 0: continue
             keep = (self.ranks[unit.name] >= k).expand(unit.filters.shape)
             drop_weights(unit, filters_first(unit.module, keep), self.settings["granularity"])
         forget_casts()
-    apply = change
+    def apply(self, plan):
+        """The same for good
+
+        Parameters
+        ----------
+        plan
+            layer name -> level
+        """
+        if self.calibration: Steps.apply(self, plan)
+        else: self.change(plan)
 
 Sparse.steps_class = SparseSteps
 
@@ -908,7 +921,8 @@ def size(self:SparseSteps, plan, cost)->int:
     -------
     int
     """
-    whole, less = self.rule(cost)
+    if cost not in self.rules: self.rules[cost] = self.find_rule(cost)
+    whole, less = self.rules[cost]
     counts = self.counts(self.levels(plan))
     saved = 0
     for unit, k in zip(self.units, counts.tolist(), strict=True):
@@ -988,11 +1002,21 @@ class PrunedSteps(Steps):
         plan
             layer name -> level
         """
+        if self.calibration: return Steps.change(self, plan)
         parts = []
         for name, granules in self.channels.chosen(plan).items():
             parts += self.channels.groups[name].parts_of(granules)
         if parts: self.units[0].graph.cut(parts)
-    apply = change
+    def apply(self, plan):
+        """The same; what read the channels makes up for them, if it is to be refitted
+
+        Parameters
+        ----------
+        plan
+            layer name -> level
+        """
+        if self.calibration: Steps.apply(self, plan)
+        else: self.change(plan)
 
 Pruned.steps_class = PrunedSteps
 
@@ -1063,8 +1087,9 @@ class QuantizedSteps(LadderSteps):
         plan
             layer name -> level
         """
-        data = self.data["calibration_data"]
-        if plan: quantize_model(self.model, plan, calibration_data=data, sample=self.sample)
+        if not plan: return
+        data = dict(calibration_data=self.data["calibration_data"], reconstruct=self.calibration or False)
+        quantize_model(self.model, plan, sample=self.sample, **data)
     apply = change
 
 Quantized.steps_class = QuantizedSteps
@@ -1530,7 +1555,7 @@ def check_size(
     return round(dense*pct/100, 6)   # 5.01 % of 10,000 is 501
 
 # %% ../../nbs/plans/11_sizes.ipynb #950cb486
-@dataclass(repr=False)
+@dataclass
 class Compressed:
     """A compressed copy of a model, and how it came about
 
@@ -1625,6 +1650,7 @@ def compress_to_size(
     criteria=None,        # which weights or channels go, for methods that rank; None: `large_final`
     granularity=None,     # sparsity: block size; None: "weight"
     calibration_data=None, # for criteria that use data
+    reconstruct=None,     # data, or True for `calibration_data`: what stays makes up for what goes; None: as measured
     recalibrate=None,     # data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
     verbose:bool=True,    # show a progress bar, if it takes long
 )->Compressed:            # with the smaller `model`
@@ -1666,6 +1692,8 @@ def compress_to_size(
         sparsity: block size; None: "weight"
     calibration_data : default None
         for criteria that use data
+    reconstruct : default None
+        data, or True for `calibration_data`: what stays makes up for what goes; None: as measured
     recalibrate : default None
         data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
     verbose : bool, default True
@@ -1676,7 +1704,8 @@ def compress_to_size(
     Compressed
         with the smaller `model`
     """
-    options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+    options = dict(criteria=criteria, granularity=granularity)
+    options |= dict(calibration_data=calibration_data, reconstruct=reconstruct)
     with slow_bar(3, verbose, "compressing") as tick:
         own = copy.deepcopy(check_model(model))
         steps = find_steps(own, sample, compression, cost, layers, plan, layer_types=layer_types, **options)
@@ -1705,6 +1734,7 @@ def compress_with_layer_sensitivity(
     criteria=None,        # as in `compress_to_size`
     granularity=None,     # as in `compress_to_size`
     calibration_data=None, # for criteria that use data
+    reconstruct=None,     # as in `compress_to_size`
     recalibrate=None,     # data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
     verbose:bool=True,    # show a progress bar, if it takes long
 )->Compressed:            # with the smaller `model`, its size in bytes
@@ -1744,6 +1774,8 @@ def compress_with_layer_sensitivity(
         as in `compress_to_size`
     calibration_data : default None
         for criteria that use data
+    reconstruct : default None
+        as in `compress_to_size`
     recalibrate : default None
         data: batch-norm statistics of the copy are estimated anew, see `reestimate_norms`
     verbose : bool, default True
@@ -1763,7 +1795,8 @@ def compress_with_layer_sensitivity(
     targets = result.to_layer_targets(model, target_pct, min_pct, max_pct, by=by, **which, **spread)
     compression = levels_of(result)[0].compression_type
     warn_if_judged_otherwise(levels_of(result), recalibrate)
-    options = dict(criteria=criteria, granularity=granularity, calibration_data=calibration_data)
+    options = dict(criteria=criteria, granularity=granularity)
+    options |= dict(calibration_data=calibration_data, reconstruct=reconstruct)
     with slow_bar(2, verbose, "compressing") as tick:
         steps = find_steps(copy.deepcopy(model), sample, compression, plan=result, **options)
         check_measured(result, compression, steps.settings)

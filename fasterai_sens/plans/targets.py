@@ -230,7 +230,7 @@ def to_layer_targets(self:SensitivityResult,
     damages = np.array([knob.delta for knob in found])
     lows, highs = limits.ends(groups, method)
     protected = np.where(np.isfinite(damages), highs, lows)
-    everywhere = (low, high) if bounds is None else (0, 100)
+    everywhere = None if bounds else (low, high)
     check_reach(target, lows, protected, weights, everywhere, limits.why() or _why_protected(found))
     pct = inverse_sensitivity(damages, weights, target, lows, highs, gamma)
     return _in_order([row.name for row in result.layers], groups, pct, method)
@@ -497,7 +497,7 @@ def to_layer_targets(self:SweepResult,
     lows, highs = limits.ends(n_weights, method)
     measured = [curve.pct[-1] for curve in curves]
     tops = np.maximum(lows, np.minimum(highs, measured))
-    everywhere = (low, high) if bounds is None else (0, 100)
+    everywhere = None if bounds else (low, high)
     why = limits.why() or "no layer goes beyond the last level measured for it"
     check_reach(target, lows, tops, weights, everywhere, why)
     if by == "objective":
@@ -513,8 +513,7 @@ def _damage_at(rows:dict, level:float, by:str, bits:bool)->float:
     if level in rows: return max(0., damage(rows[level], by))
     untouched = 32 if bits else 0
     known = {untouched: 0.}
-    for measured, row in rows.items():
-        if measured: known[measured] = max(0., damage(row, by))
+    for measured, row in rows.items(): known[measured] = max(0., damage(row, by))
     levels = sorted(known)
     damages = [known[measured] for measured in levels]
     return float(np.interp(level, levels, damages))

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..core.checks import check_count, unknown_name
 from ..core.protocol import methods
-from ..core.saving import Saved, revive
+from ..core.saving import Saved, as_interval, as_texts
 from ..core.results import damage
 from ..core.sweeps import SweepResult
 from ..core.counters import stored, unseen
@@ -401,11 +401,9 @@ class Validation(Saved):
         Parameters
         ----------
         d
-            from `as_dict`, perhaps through a file
+            from `as_dict`
         """
-        d = revive(d)
-        if d["ci"] is not None: d["ci"] = tuple(d["ci"])
-        return cls(**d)
+        return cls(**{**d, "ci": as_interval(d["ci"]), "advice": as_texts(d["advice"])})
 
 # %% ../../nbs/plans/13_verdicts.ipynb #514e39e9
 def find_verdict(

@@ -23,13 +23,14 @@ from torch import nn
 
 from ..core.fingerprint import rng_state, set_rng_state
 from ..core.keeping import forget_casts
-from ..core.signals import PutBack
+from ..core.signals import PutBack, limited
 from ..core.state import keep_model, leave_no_trace
-from ..core.checks import check_count, check_options, check_pct
+from ..core.checks import check_count, check_options, check_pct, noting
 from ..core.protocol import has_own, methods
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import FirstBatches
 from ..core.layers import all_units, find_units, target_units
+from ..core.calibration import is_asked
 from ..methods.criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
 from ..methods.sparsify import Sparse, Sparsifier, sparsity_report
 from ..methods.prune import Pruned
@@ -42,6 +43,7 @@ from ..measure.loop import check_baseline, evaluate, ticker
 from ..measure.norms import Recalibrated, reestimate_norms
 from ..plans.baselines import check_reach, scale_to_mean
 from ..plans.sizes import Steps, check_measured, find_steps, is_measured, levels_of, takes
+from ..plans.meter import so_far
 from ..plans.degradation import check_drop, slack
 from .sparsify_callback import SparsifyCallback
 from .prune_callback import PruneCallback
@@ -297,7 +299,7 @@ class Stages:
             list of a level or targets for each stage
         """
         data = dict(criteria=self.criteria, calibration_data=self.data)
-        steps = Steps(self.kind, self.model, self.sample, **data, **self.options)
+        steps = Steps(self.kind, self.model, self.sample, **data, **self.options)   # raises also for what is no data
         self.skipped = list(steps.refused.items())
         self.targets = [target_everywhere(steps, t) for t in targets]
 
@@ -383,7 +385,7 @@ class SparseStages(Stages):
         targets
             list of a level or targets for each stage
         """
-        known = Sparsifier(self.model, **self.options)
+        known = Sparsifier(self.model, calibration_data=self.data, **self.options)
         for target in targets: known.resolve(target)
         self.targets = targets
     @property
@@ -428,7 +430,7 @@ class PrunedStages(Stages):
         """
         check_optimizer(self.learn, self.kind.method_name)
         data = dict(example_inputs=self.sample, calibration_data=self.data)
-        self.pruner = Pruner(self.model, targets[-1], criteria=self.criteria, verbose=False, **data)
+        self.pruner = Pruner(self.model, targets[-1], criteria=self.criteria, verbose=False, **data, **self.options)
         self.skipped = self.pruner.skipped
         groups = list(self.pruner.groups.values())
         self.targets = []
@@ -470,8 +472,9 @@ def stage_options(
     compression:str, # name of a method
     granularity=None, # as the user gave it
     plan=None,       # as the user gave it; of sensitivities the options count
+    reconstruct=None, # as the user gave it
 )->dict:
-    """The options of the method. Raises TypeError for a granularity that it does not take
+    """The options of the method. Raises TypeError for those that it does not take
 
     Parameters
     ----------
@@ -481,6 +484,8 @@ def stage_options(
         as the user gave it
     plan : default None
         as the user gave it; of sensitivities the options count
+    reconstruct : default None
+        as the user gave it
 
     Returns
     -------
@@ -488,10 +493,12 @@ def stage_options(
     """
     kind = methods[compression]
     takes = {name: methods[name].option_names() for name in staged()}
-    if granularity is not None: check_options(["granularity"], takes[compression], compression, elsewhere=takes)
+    given = dict(granularity=granularity, reconstruct=reconstruct)
+    given = {name: value for name, value in given.items() if value is not None}
+    check_options(given, takes[compression], compression, elsewhere=takes)
     options = kind.options_from(levels_of(plan)[0].settings) if is_measured(plan) else {}
-    if "granularity" in takes[compression]: options["granularity"] = granularity or "weight"
-    return options
+    if "granularity" in takes[compression]: options["granularity"] = "weight"
+    return options | given
 
 # %% ../../nbs/train/14_recovery.ipynb #19857fa1
 class HoldStage(Callback):
@@ -703,18 +710,20 @@ def run_stages(
     def go_back():
         restore()
         learn.cbs.items[:] = cbs   # those taken out for a while came back at the end
-    with PutBack(lambda: go_back):
+    with PutBack(lambda: go_back), so_far(lambda: result if result.history else None):
         learn.model.to(getattr(learn.dls, "device", None))   # where it would be trained
-        stages, base = make(), score()
+        stages = make()
+        with noting("while the untouched model was evaluated"): base = score()
         check_base(base, result)
         before, result.baseline_metric = base, base.value
         for i, (level, epochs) in enumerate(plan):
-            start = perf_counter()
-            stages.compress(i)
-            compressed = score()
-            on_step(f"{level:g} %: {result.metric_name} {compressed.value:.4f}")
-            train(epochs, HoldStage(stages.hold, on_step))
-            scores = before, compressed, score()
+            start, method = perf_counter(), result.compression
+            with noting(f"while {method} had reached {level:g} %"):
+                stages.compress(i)
+                compressed = score()
+                on_step(f"{level:g} %: {result.metric_name} {compressed.value:.4f}")
+                train(epochs, HoldStage(stages.hold, on_step))
+                scores = before, compressed, score()
             row = _row(learn, sample, base, scores, result, stage=i+1, level=level, epochs=epochs)
             result.history.append(row | dict(seconds=perf_counter() - start))
             result.skipped = stages.skipped
@@ -735,6 +744,7 @@ def gradual_degradation_recovery(
     plan=None,             # layer name -> percent, which is stretched; or sensitivities; None: all alike
     criteria=large_final,  # which weights or channels matter
     granularity=None,      # sparsity: block size, or an n:m pattern; None: "weight"
+    reconstruct=None,      # data, or True for training batches: what stays makes up for what goes; None: as measured
     layers=None,           # names of layers to compress; None: all
     layer_types=None,      # a module class, or several in a list; None: all
     locked=None,           # names of layers that stay as they are, or layer name -> percent that it gets
@@ -742,13 +752,14 @@ def gradual_degradation_recovery(
     dl=None,               # data for the metric; None: the validation set
     recalibrate=None,      # data: batch-norm statistics are estimated anew after each stage
     verbose=True,          # show a progress bar
+    timeout=None,          # seconds that each evaluation may take, see `limited`; None: as long as it likes
     **fit_kwargs,          # for `fit_one_cycle`: cbs, wd, ...
 )->RecoveryResult:
     """Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`
 
     Stages are percent of the weights that are zero, or of the channels that are gone. A plan keeps its shape: its
     layers have the mean of each stage, and the others stay as they are. Sensitivities are solved for each stage.
-    Raises TypeError, ValueError and KeyError; whatever is raised, the last good stage stays.
+    Raises TypeError, ValueError and KeyError; then the last good stage stays, and `partial` is what was recorded.
 
     Parameters
     ----------
@@ -774,6 +785,8 @@ def gradual_degradation_recovery(
         which weights or channels matter
     granularity : default None
         sparsity: block size, or an n:m pattern; None: "weight"
+    reconstruct : default None
+        data, or True for training batches: what stays makes up for what goes; None: as measured
     layers : default None
         names of layers to compress; None: all
     layer_types : default None
@@ -788,6 +801,8 @@ def gradual_degradation_recovery(
         data: batch-norm statistics are estimated anew after each stage
     verbose : default True
         show a progress bar
+    timeout : default None
+        seconds that each evaluation may take, see `limited`; None: as long as it likes
     **fit_kwargs
         for `fit_one_cycle`: cbs, wd, ...
 
@@ -797,7 +812,7 @@ def gradual_degradation_recovery(
     """
     name = learner_metric(learn, metric)[0]
     levels, epochs = check_stages(stages, epochs)
-    if compression in staged(): options = stage_options(compression, granularity, plan)
+    if compression in staged(): options = stage_options(compression, granularity, plan, reconstruct)
     criterion = check_setting(learn, compression, criteria, fit_kwargs.get("cbs"))
     eval_fn = learner_eval(learn, metric, dl)
     if max_drop is not None: max_drop = check_drop(max_drop)
@@ -814,18 +829,17 @@ def gradual_degradation_recovery(
         targets = stage_targets(learn.model, levels, compression, plan, settings, **which)
     if recalibrate is not None:
         with Recalibrated(recalibrate, sample)(learn.model): pass   # raises if it cannot be done, before training
-    settings["recalibrated"] = recalibrate is not None
+    settings |= dict(recalibrated=recalibrate is not None, reconstruct=is_asked(options.get("reconstruct")))
     result = RecoveryResult(
         compression, math.nan, [], None, None, targets, max_drop, name, higher_is_better, settings=settings)
-    kind = methods[compression]
     def make():
-        of_method = kind.stages_class or Stages
-        return of_method(kind, learn, targets, criterion, sample, options)
+        of_method = methods[compression].stages_class or Stages
+        return of_method(methods[compression], learn, targets, criterion, sample, options)
     def train(n, holder):
         fine_tune(learn, n, lr, holder, **fit_kwargs)
         if recalibrate is not None: reestimate_norms(learn.model, recalibrate, sample)
-    plan = list(zip(levels, epochs, strict=True))
     on_step = ticker(len(levels) + sum(epochs), verbose)
-    run_stages(learn, result, plan, make, eval_fn, train, sample, on_step)
+    plan = list(zip(levels, epochs, strict=True))
+    with limited(timeout): run_stages(learn, result, plan, make, eval_fn, train, sample, on_step)
     result.stopped = _why(result)
     return result

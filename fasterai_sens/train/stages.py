@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fastcore.basics import patch
 
 from ..core.checks import format_table
-from ..core.saving import Saved, revive
+from ..core.saving import Saved, as_interval, as_pairs, check_entries
 from ..core.plans import LayerTargets
 
 # %% ../../nbs/train/13_stages.ipynb #25f81213
@@ -42,7 +42,7 @@ class RecoveryResult(Saved):
     skipped : list, default list()
         (name, reason) of what no stage compresses
     settings : dict, default dict()
-        criteria, granularity, recalibrated
+        criteria, granularity, recalibrated, reconstruct
     """
     compression:str        # name of the method
     baseline_metric:float  # of the untouched model
@@ -54,7 +54,7 @@ class RecoveryResult(Saved):
     metric_name:str="accuracy" # for display
     higher_is_better:bool=True # direction of the metric
     skipped:list=field(default_factory=list) # (name, reason) of what no stage compresses
-    settings:dict=field(default_factory=dict) # criteria, granularity, recalibrated
+    settings:dict=field(default_factory=dict) # criteria, granularity, recalibrated, reconstruct
     def __post_init__(self):
         self.skipped = [tuple(pair) for pair in self.skipped]   # also those from a file
     def __repr__(self):
@@ -78,6 +78,7 @@ class RecoveryResult(Saved):
 def to_dataframe(self:RecoveryResult):
     "A `pandas.DataFrame` with one row per stage"
     import pandas as pd
+    if not self.history: return pd.DataFrame(index=pd.Index([], name="level"))
     df = pd.DataFrame(self.history).set_index("level")
     return df.drop(columns="no_ci", errors="ignore")
 
@@ -126,6 +127,9 @@ def as_dict(self:RecoveryResult)->dict:
     plain["targets"] = [dict(t) if isinstance(t, LayerTargets) else t for t in self.targets]
     return plain
 
+_in_history = dict.fromkeys(("level", "drop", *_metrics, *_counts), float)   # what a file holds of a stage
+_in_history |= dict(low=float | None, high=float | None, no_ci=str | None)
+
 @patch(cls_method=True)
 def from_dict(cls:RecoveryResult,
     d:dict, # from `as_dict`, perhaps through a file
@@ -141,9 +145,11 @@ def from_dict(cls:RecoveryResult,
     -------
     RecoveryResult
     """
-    d = revive(d)
+    for row in d["history"]:
+        check_entries({"no_ci": None, **row}, _in_history)
+        if row["low"] is not None: as_interval([row["low"], row["high"]])
     targets = []
     for t in d["targets"]:
         if isinstance(t, dict): t = LayerTargets(t, method=d["compression"])
         targets.append(t)
-    return cls(**d | {"targets": targets})
+    return cls(**d | {"targets": targets, "skipped": as_pairs(d["skipped"])})
