@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['noise_color', 'blue', 'orange', 'vermillion', 'distinct', 'markers', 'decades', 'least_damage', 'line_height',
-           'damage_colors', 'largest_damage', 'shares', 'new_axes', 'fold_names', 'name_layers', 'point_styles',
-           'plot_predicted']
+           'damage_colors', 'largest_damage', 'shares', 'new_axes', 'fold_names', 'drawn', 'name_layers',
+           'point_styles', 'plot_predicted']
 
 # %% ../../nbs/show/00_plots.ipynb #cce82a02
 import math
@@ -16,6 +16,7 @@ from textwrap import fill
 import numpy as np
 from fastcore.basics import patch
 
+from ..core.checks import printable
 from ..core.protocol import scale_of
 from ..core.results import SensitivityResult, damage, holds_zero, label, plan_basis
 from ..core.sweeps import SweepResult
@@ -160,6 +161,27 @@ def fold_names(
         if len(shown) >= .9*len(blocks): break   # a small block beside a large one may be left out
     return shown
 
+# %% ../../nbs/show/00_plots.ipynb #58975a08
+def drawn(
+    name:str,    # of a layer
+    most:int=40, # letters that are shown
+)->str:
+    """The name as matplotlib has to be given it: on one line, and no formula
+
+    Parameters
+    ----------
+    name : str
+        of a layer
+    most : int, default 40
+        letters that are shown
+
+    Returns
+    -------
+    str
+    """
+    shown = printable(name, most).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
 # %% ../../nbs/show/00_plots.ipynb #7bc5fb60
 least_damage, line_height = 6, 1.2   # points of a letter; line over letter
 
@@ -194,7 +216,7 @@ def name_layers(
     fit = int(length/least_damage/line_height)
     blocks = fold_names(names, max(1, fit))
     middles = [(first + last)/2 for _, first, last in blocks]
-    labels = [name for name, _, _ in blocks]
+    labels = [drawn(name) for name, _, _ in blocks]
     closest = np.diff(middles).min(initial=len(names))
     letters = closest*length/len(names)/line_height
     size = min(9, max(least_damage, letters))
@@ -238,6 +260,19 @@ def _draw_intervals(
         if math.isfinite(low) and math.isfinite(high): ax.vlines(x, low, high, **style)
 
 # %% ../../nbs/show/00_plots.ipynb #e133edae
+def _ranked_names(
+    result,     # `SensitivityResult` or `SweepResult`
+    shown:dict, # name of a layer -> label
+    by:str,     # "metric" or "objective"
+)->list:        # of labels
+    "Labels of layers, those that share a rank with it"
+    ranks, labels = result.ranks(by), []
+    for name, text in shown.items():
+        rank = ranks.get(name, "")
+        labels.append(f"{text} ({rank})" if rank.endswith("=") else text)
+    return labels
+
+# %% ../../nbs/show/00_plots.ipynb #be65b4b8
 @patch
 def plot(self:SensitivityResult,
     figsize=(12, 5), # width and height in inches, if `ax` is None
@@ -281,7 +316,7 @@ def plot(self:SensitivityResult,
     ax.set_axisbelow(True)
     style = dict(rotation=90)
     if len(rows) <= 12: style = dict(rotation=45, ha="right", rotation_mode="anchor")
-    name_layers(ax.xaxis, [label(r) for r in rows], **style)
+    name_layers(ax.xaxis, _ranked_names(self, {r.name: label(r) for r in rows}, "metric"), **style)
     return ax
 
 # %% ../../nbs/show/00_plots.ipynb #3d9af8be
@@ -438,7 +473,7 @@ def _draw_curves(
     for i, color, marker in zip(worst[:named], distinct, markers, strict=False):
         name, text = names[i]
         own = {level: rows[name, level] for level in sweep.ladder if (name, level) in rows}
-        _draw_curve(ax, own, by, text, color=color, marker=marker)
+        _draw_curve(ax, own, by, drawn(text), color=color, marker=marker)
     for i in worst[named:]:
         measured = ~np.isnan(damages[i])
         ax.plot(levels[measured], damages[i][measured], color="0.75", linewidth=.8, label="_")
@@ -506,7 +541,7 @@ def plot(self:SweepResult,
     baseline = f"{first.metric_name} {first.baseline_metric:.4f}"
     if by == "objective": baseline = f"{first.objective_name} {first.baseline_objective:.4f}"
     axes[0].figure.suptitle(f"{first.compression_type}, one layer at a time (baseline {baseline})")
-    name_layers(axes[0].yaxis, names)
+    name_layers(axes[0].yaxis, _ranked_names(self, _shown(self), by))
     return axes
 
 # %% ../../nbs/show/00_plots.ipynb #fa8d68f4

@@ -1,0 +1,129 @@
+"""The command as a user types it: results on stdout, progress on stderr, an exit code for each way to end."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fasterai_sens.all import SweepResult, load_compressed
+from fasterai_sens.core.protocol import methods
+from fasterai_sens.show.terminal import main, read_any, set_up
+
+job = """
+import time
+import torch
+from torch import nn
+from beside import width
+
+def job():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)).eval()
+    x = torch.randn(200, 8)
+    with torch.no_grad(): y = model(x).argmax(1)
+    def accuracy(model): return (model(x).argmax(1) == y).float()
+    return model, x[:1], accuracy
+
+def slow():
+    model, x, accuracy = job()
+    def one_by_one(model):
+        time.sleep(.3)
+        return accuracy(model)
+    return model, x, one_by_one
+
+def failing():
+    model, x, accuracy = job()
+    calls = []
+    def fails_later(model):
+        calls.append(1)
+        if len(calls) > 2: raise RuntimeError("the disk is full")
+        return accuracy(model)
+    return dict(model=model, sample=x, eval_fn=fails_later, metric_name="hits", reuse=False)
+"""
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a job, as the working directory"""
+    (tmp_path/"job.py").write_text(job)
+    (tmp_path/"beside.py").write_text("width = 16")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+command = [sys.executable, "-c", "import sys; from fasterai_sens.show.terminal import main; sys.exit(main())"]
+
+def test_from_sweep_to_file(here):
+    """In processes of its own: a sweep that others can read, a plan of it within its budget, a model as small, a page."""
+    found = subprocess.run([*command, "sweep", "job.py", "--method", "quantization", "--levels", "3", "4", "8", "--out", "bits.json", "--json"],
+        capture_output=True, text=True, check=True)
+    assert SweepResult.from_json("bits.json").levels == [3, 4, 8]
+    assert json.loads(found.stdout)["results"][0]["compression_type"] == "quantization"
+    main(["sweep", "job.py", "--levels", "50", "90", "--out", "zeros.json"])
+    code = main(["plan", "bits.json", "zeros.json", "--job", "job.py", "--budget", "bytes=40%", "--out", "plan.json", "--save", "small.safetensors"])
+    plan = read_any("plan.json")
+    assert code == 0 and plan.costs["bytes"] <= .4*plan.whole["bytes"]
+    load_compressed("small.safetensors", set_up("job.py")["model"])
+    assert main(["report", "bits.json", "plan.json", "--page", "a.html"]) == 0 and "bits" in (here/"a.html").read_text()
+
+def test_progress_and_results_apart(here, capsys):
+    """What is printed while it works is not on stdout."""
+    assert main(["analyze", "job.py:slow", "--levels", "50", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["layers"]) == 3
+    assert "3/3" in err or "100" in err
+
+@pytest.mark.parametrize("args,code,words", [
+    (["sweep", "job.py:failing"], 1, "the disk is full"),
+    (["sweep", "job.py", "--method", "sparsty"], 2, "sparsity"),
+    (["sweep", "job.py", "--set", "granularty=row"], 2, "granularity"),
+    (["sweep", "job.py", "--layers", "9"], 2, "'9'"),
+    (["sweep", "other.py"], 2, "other.py"),
+    (["sweep", "job.py:other"], 2, "other"),
+    (["sweep", "job.py", "--out", "a.txt"], 2, "a.txt"),
+    (["plan", "job.py", "--job", "job.py", "--budget", "bytes=30%"], 2, "not JSON"),
+    (["report", "none.json"], 2, "none.json"),
+])
+def test_errors_are_one_line(args, code, words, here, capsys):
+    """What came and what would do, on stderr; no traceback, nothing on stdout, and `--debug` shows all."""
+    assert main(args) == code
+    out, err = capsys.readouterr()
+    last = err.strip().splitlines()[-1]
+    assert not out and last.startswith("fasterai-sens: ") and words in last and "Traceback" not in err
+    with pytest.raises(Exception): main(["--debug", *args])   # noqa: B017
+
+def test_budget_out_of_reach(here):
+    """It has a code of its own, for scripts that try the next one."""
+    assert main(["sweep", "job.py", "--levels", "50", "--out", "a.json"]) == 0
+    assert main(["plan", "a.json", "--job", "job.py", "--budget", "params=2%"]) == 3
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are those of Unix")
+def test_interrupted_and_taken_up_again(here):
+    """Ctrl-C ends with 130; the same call goes on with its journal."""
+    call = [*command, "sweep", "job.py:slow", "--levels", "20", "40", "60", "80", "--journal", "j.jsonl", "--set", "reuse=False"]
+    def listen(): signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=listen)
+    begin = time.monotonic()
+    while not ((here/"j.jsonl").exists() and len((here/"j.jsonl").read_text().splitlines()) > 4):
+        assert process.poll() is None and time.monotonic() - begin < 120
+        time.sleep(.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    n = len((here/"j.jsonl").read_text().splitlines())
+    assert main([*call[3:], "--out", "a.json"]) == 0
+    again = len((here/"j.jsonl").read_text().splitlines())
+    assert n < again and len(read_any("a.json").names) == 3
+    assert main([*call[3:], "--out", "b.json"]) == 0
+    assert len((here/"j.jsonl").read_text().splitlines()) == again and read_any("a.json") == read_any("b.json")
+
+def test_help_teaches(capsys):
+    """Every command, every method and every exit code is in it."""
+    for args in (["--help"], ["sweep", "--help"]):
+        with pytest.raises(SystemExit) as e: main(args)
+        assert e.value.code == 0
+    text = capsys.readouterr().out
+    for word in (*methods, "analyze", "estimate", "plan", "report", "130", "bytes=30%"): assert word in text
+    with pytest.raises(SystemExit) as e: main(["measure"])
+    assert e.value.code == 2
