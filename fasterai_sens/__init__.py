@@ -47,9 +47,11 @@ from .plans.files import describe_compressed, load_compressed, save_compressed
 from .plans.joint import search_plan
 from .plans.meter import SearchResult
 from .measure.norms import Recalibrated, reestimate_norms
+from .plans.running import measure_runs
 from .plans.search import search_targets
 from .plans.sizes import compress_to_size, compress_with_layer_sensitivity
 from .plans.verdicts import identify_critical_layers, recommend_compression_target, validate_compression_target
+from .show.report import report
 from .topology.coupling import ChannelDependency, not_safe_to_prune
 from .topology.cutting import cut_by_masks
 from .topology.masks import fix_mask_conflict

@@ -66,12 +66,14 @@ from .plans.files import load_compressed as load_compressed
 from .plans.files import save_compressed as save_compressed
 from .plans.joint import search_plan as search_plan
 from .plans.meter import SearchResult as SearchResult
+from .plans.running import measure_runs as measure_runs
 from .plans.search import search_targets as search_targets
 from .plans.sizes import compress_to_size as compress_to_size
 from .plans.sizes import compress_with_layer_sensitivity as compress_with_layer_sensitivity
 from .plans.verdicts import identify_critical_layers as identify_critical_layers
 from .plans.verdicts import recommend_compression_target as recommend_compression_target
 from .plans.verdicts import validate_compression_target as validate_compression_target
+from .show.report import report as report
 from .topology.coupling import ChannelDependency as ChannelDependency
 from .topology.coupling import not_safe_to_prune as not_safe_to_prune
 from .topology.cutting import cut_by_masks as cut_by_masks

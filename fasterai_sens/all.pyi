@@ -65,12 +65,14 @@ from fasterai_sens import load_compressed as load_compressed
 from fasterai_sens import save_compressed as save_compressed
 from fasterai_sens import search_plan as search_plan
 from fasterai_sens import SearchResult as SearchResult
+from fasterai_sens import measure_runs as measure_runs
 from fasterai_sens import search_targets as search_targets
 from fasterai_sens import compress_to_size as compress_to_size
 from fasterai_sens import compress_with_layer_sensitivity as compress_with_layer_sensitivity
 from fasterai_sens import identify_critical_layers as identify_critical_layers
 from fasterai_sens import recommend_compression_target as recommend_compression_target
 from fasterai_sens import validate_compression_target as validate_compression_target
+from fasterai_sens import report as report
 from fasterai_sens import ChannelDependency as ChannelDependency
 from fasterai_sens import not_safe_to_prune as not_safe_to_prune
 from fasterai_sens import cut_by_masks as cut_by_masks

@@ -7,9 +7,15 @@ A mutation changes an operator, a comparison, a number, a condition or an argume
 It is killed if a cell of its own notebook fails, or a test of the `--tests` test files that name most of its module. Equivalent
 mutations (that change nothing anyone could see) count as survivors, so the share is a lower bound; the survivors are printed.
 
+Left out is what says something and does nothing: numbers and conditions in the words of an error or a warning (the condition that leads
+there is changed like any other), `stacklevel=` (to which line a warning points), `repr=` of a field, `strict=` of `zip` (a guard against
+mistakes in the code itself), and a change after which the code is the same. Not left out are `__repr__`, `frozen=` and `eq=`, which a
+user sees, nor limits, caches and short cuts that only save time or memory.
+
 What makes it fast: a notebook runs once, and at each cell that is to be changed the process forks, so that a mutant needs only the cells
-from there on. Of the tests only those run that call the changed function in a run without changes. Before anything is counted as
-killed, the same way of running has to pass without a change: `CONTROL FAILED` is printed otherwise, and the notebook is left out.
+from there on (all of them, where a notebook starts processes that a fork does not take along). Of the tests only those run that call the
+changed function in a run without changes. Before anything is counted as killed, the same way of running has to pass without a change:
+`CONTROL FAILED` is printed otherwise, and the notebook is left out.
 """
 import argparse
 import ast
@@ -84,11 +90,25 @@ def changes_of(text):
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield offset(lines, node.lineno, node.col_offset), offset(lines, node.operand.lineno, node.operand.col_offset), ""
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-            if text[:offset(lines, node.lineno, node.col_offset)].endswith("strict="): continue
             new = str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
             yield offset(lines, node.lineno, node.col_offset), offset(lines, node.end_lineno, node.end_col_offset), new
         elif isinstance(node, ast.If | ast.IfExp):
             yield offset(lines, node.test.lineno, node.test.col_offset), offset(lines, node.test.end_lineno, node.test.end_col_offset), "True"
+
+
+silent = "strict", "stacklevel", "repr"
+
+
+def words_of(text):
+    """The (start, end) of all that only words an error or a warning, and of arguments that do nothing."""
+    tree, lines, found = ast.parse(text), text.splitlines(keepends=True), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg in silent and isinstance(node.value, ast.Constant): found.append(node.value)
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call): continue
+        name = ast.unparse(call.func)
+        if call is not node and name.endswith("Error") or name == "warnings.warn": found.extend(call.args)
+    return [(offset(lines, n.lineno, n.col_offset), offset(lines, n.end_lineno, n.end_col_offset)) for n in found]
 
 
 def mutants(books):
@@ -97,14 +117,13 @@ def mutants(books):
         for i, cell in enumerate(json.loads((root / book).read_text())["cells"]):
             text = "".join(cell["source"])
             if cell["cell_type"] != "code" or not re.match(r"#\|\s*export", text): continue
+            same, words = ast.dump(ast.parse(text)), words_of(text)
             for start, end, new in changes_of(text):
                 changed = text[:start] + new + text[end:]
-                try: ast.parse(changed)
+                try: tree = ast.parse(changed)
                 except SyntaxError: continue
-                line = text[:start].count("\n")
-                words = re.match(r"\s*(if .*: )?raise|.*#\|", text.splitlines()[line])
-                if words and start > text.find("raise"): continue   # the words of a message
-                yield Mutant(book, i, text, changed, line)
+                if ast.dump(tree) == same or any(first <= start and end <= last for first, last in words): continue
+                yield Mutant(book, i, text, changed, text[:start].count("\n"))
 
 
 # Processes
@@ -180,6 +199,17 @@ def project_in(folder):
 
 # Its notebook
 
+@contextlib.contextmanager
+def unwritten(folder):
+    """What the block writes to a folder is gone after it: processes that fork share no memory, but their files."""
+    kept = Path(f"{folder}-kept")
+    shutil.copytree(folder, kept)
+    try: yield
+    finally:
+        shutil.rmtree(folder)
+        kept.rename(folder)
+
+
 class Walk:
     """A notebook that runs once; at each changed cell it forks for every mutant of it."""
     def __init__(self, copy, book):
@@ -191,6 +221,7 @@ class Walk:
             def enable_gui(self, gui=None): "There is none."
         os.chdir((copy / book).parent)
         os.environ["IN_TEST"] = "1"
+        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(dir=copy)   # what the notebook writes
         config = Config(HistoryManager=dict(hist_file=":memory:", enabled=False))
         self.shell = Shell.instance(config=config)
         self.shell.enable_matplotlib("inline")
@@ -215,9 +246,12 @@ class Walk:
         """Tell `found` what each mutant of `by_cell` (number of the cell -> mutants) stops with."""
         last = max(by_cell)
         for i, own in self.cells:
-            if i == last and (stopped := forked(lambda i=i: self.go(i), seconds)): return f"forked at {stopped}"
+            if i == last:
+                with unwritten(Path(tempfile.tempdir)): stopped = forked(lambda i=i: self.go(i), seconds)
+                if stopped: return f"forked at {stopped}"
             for mutant in by_cell.get(i, []):
-                with module.holding(mutant): stopped = forked(lambda i=i, m=mutant: self.go(i, m), seconds)
+                with module.holding(mutant), unwritten(Path(tempfile.tempdir)):
+                    stopped = forked(lambda i=i, m=mutant: self.go(i, m), seconds)
                 found(mutant, stopped or (again if module.full_name in sys.modules else ""))
             stopped = self.run(own)
             if stopped: return f"cell {i}: {stopped}"
@@ -273,6 +307,10 @@ def in_notebook(copy, book, drawn, seconds):
     failed = forked(walk, 24*3600)
     answers = json.loads(file.read_text())
     stops = [answers.get(str(i), "") for i in range(len(drawn))]
+    if failed:   # perhaps it has started processes, which a fork does not take along
+        stops = [again for _ in drawn]
+        failed = forked(lambda: whole(None), seconds)
+        if failed: return stops, failed
     for i, mutant in enumerate(drawn):
         if stops[i] != again: continue
         with module.holding(mutant): stops[i] = forked(lambda m=mutant: whole(m), seconds)
@@ -366,8 +404,9 @@ def in_tests(copy, cache, module, mutant, args):
         status = pytest_in(copy, checked, "-x", *chosen)
         return checked.failed or ("tests end early" if status else "")
     with module.holding(mutant): stop = forked(work, args.seconds)
-    if stop and forked(work, 10*args.seconds):
-        print(f"    CONTROL FAILED: {stop}", flush=True)   # so it says nothing of the mutant
+    control = forked(work, 10*args.seconds) if stop else ""
+    if control:   # so it says nothing of the mutant
+        print(f"    CONTROL FAILED: {control}", flush=True)
         return ""
     return stop
 
