@@ -225,6 +225,21 @@ def test_dropped_weights_are_counted_as_they_are(granularity):
     assert applier.costs(plan, ("params", "flops")) == {"params": left, "flops": macs}
 
 
+@pytest.mark.parametrize("bits", [{}, {"0": 4}, {"0": 4, "2": 4, "4": 4}], ids=["no bits", "bits in one", "bits in all"])
+def test_zeros_of_before_save_only_bytes(bits):
+    """Channels and bits of a model that was sparse before: its multiply-accumulates are those of a dense one with as many channels, its bytes those of the file."""
+    dense, sparse = toy(), toy()
+    Plan(sparsity=dict.fromkeys("024", 80)).apply(sparse, x)
+    plan = Plan(pruning={"0": 50}, quantization=bits)
+    applier = Applier(sparse, x)
+    costs = applier.costs(plan, ("flops", "params", "bytes"))
+    assert costs == applier.costs(plan, ("flops", "params", "bytes"), really=True)
+    assert applier.costs(Plan(), ("flops",)) == Applier(dense, x).costs(Plan(), ("flops",))
+    done = plan.apply(sparse, x)
+    assert count_flops_params(sparse, x, verbose=False)[:2] == (costs["flops"], costs["params"])
+    assert costs["bytes"] == pytest.approx(done.file_bytes, rel=.1)   # how many zeros went with the channels is not looked up
+
+
 def test_bytes_are_those_of_quantize_model():
     """Bits alone: the bytes that `quantize_model` says."""
     model = toy()

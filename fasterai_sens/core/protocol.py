@@ -334,6 +334,8 @@ class Footprint:
         biases that went with their filters
     per_look : int, default 0
         numbers that a row is multiplied with after it was looked up in a table
+    n_found : int, default 0
+        zeros in all, where some come from no plan; only a file gains by those
     """
     n_weights:int    # numbers that are stored
     bits:float       # of each
@@ -341,6 +343,7 @@ class Footprint:
     extra_bytes:int=0 # beside the weights: scales, zero points
     biases_gone:int=0 # biases that went with their filters
     per_look:int=0    # numbers that a row is multiplied with after it was looked up in a table
+    n_found:int=0     # zeros in all, where some come from no plan; only a file gains by those
     @property
     def place_bits(self)->int:
         "Bits that say which of the weights one is"
@@ -354,7 +357,7 @@ class Footprint:
         dict
             "all", "map", "places" -> bytes
         """
-        n_left = self.n_weights - self.n_zeros
+        n_left = self.n_weights - max(self.n_zeros, self.n_found)
         values = math.ceil(n_left*self.bits/8)
         return dict(
             all=math.ceil(self.n_weights*self.bits/8),

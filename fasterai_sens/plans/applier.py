@@ -872,7 +872,7 @@ def written_of(self:Applier,
     is_coded = [has_own(type(self.actor(name).outline(level)), "encode") for name, level in levels.items()]
     if all(is_coded) and levels: return left   # written in full
     share = self.share_rounded(unit.name, levels) if any(is_coded) else self.zeros[unit.name]
-    return replace(left, n_zeros=max(left.n_zeros, round(share*n)))
+    return replace(left, n_found=round(share*n))
 
 # %% ../../nbs/plans/04_applier.ipynb #dbae8f4b
 class Savings:
