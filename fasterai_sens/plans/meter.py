@@ -776,7 +776,7 @@ def rank(self:Contest,
 @patch
 def predict(self:Contest,
     plans:list, # a plan for each layer, in which nothing else is compressed
-    share=1.,   # of the samples
+    share:float, # of the samples
 )->float:
     """The metric if what these plans do added up
 
@@ -784,7 +784,7 @@ def predict(self:Contest,
     ----------
     plans : list
         a plan for each layer, in which nothing else is compressed
-    share : default 1.
+    share : float
         of the samples
 
     Returns

@@ -24,7 +24,7 @@ from ..core.limits import known_layers, only_layers, read_limits
 from .baselines import check_bounds, check_reach, meet_mean
 
 # %% ../../nbs/plans/01_targets.ipynb #f7ad1cf8
-@dataclass(frozen=True)
+@dataclass
 class Knob:
     """Layers that get the same target
 
@@ -244,7 +244,7 @@ def _why_protected(found:list)->str:
     return f"{', '.join(broken[:3])} must stay at min_pct, the metric broke there"
 
 # %% ../../nbs/plans/01_targets.ipynb #2ae474b6
-@dataclass(frozen=True)
+@dataclass
 class Curve:
     """Damage of one knob over percent, from (0, 0), never falling
 
