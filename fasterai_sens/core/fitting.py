@@ -129,21 +129,17 @@ def solve_rows(
     return found.view_as(target)
 
 # %% ../../nbs/core/16_fitting.ipynb #9efdaaaf
-def _inverse_factor(moments:Tensor)->Tensor: # upper triangle
-    "The Cholesky factor of the inverse: its row `i` says how the columns behind `i` make up for it"
-    inverse = torch.cholesky_inverse(factor(moments))
-    return factor(inverse).mT
+def _spread(moments:Tensor)->Tensor: # lower triangle
+    "What of the error in a column (first index) another one makes up for (second index)"
+    lower = factor(moments)
+    return lower/lower.diagonal(dim1=-2, dim2=-1)[:, None]
 
-def _settle_block(columns:Tensor, spread:Tensor, settle:Callable, at:list)->Tensor: # errors
-    "Settle the columns of a block in place; each error is in units of what `spread` makes of it"
-    errors = torch.zeros_like(columns)
-    for i, column in enumerate(at):
-        settled = settle(columns[..., i], column)
-        error = (columns[..., i] - settled)/spread[:, i, i, None]
-        columns[..., i:] -= error[..., None]*spread[:, None, i, i:]
-        columns[..., i] = settled
-        errors[..., i] = error
-    return errors
+def _settle_block(columns:Tensor, errors:Tensor, spread:Tensor, settle:Callable, at:list):
+    "Settle the columns of a block in place, from the last to the first; `errors` holds their targets, and then what they miss"
+    for i in reversed(range(len(at))):
+        columns[..., i] = settle(columns[..., i], at[i])
+        errors[..., i] -= columns[..., i]
+        columns[..., :i] += errors[..., i, None]*spread[:, None, i, :i]
 
 def settle_columns(
     target:Tensor,   # the weights whose outputs are wanted, `[groups, rows, columns]`
@@ -151,7 +147,7 @@ def settle_columns(
     settle:Callable, # (numbers `[groups, rows]`, which column) -> what they are to be
     block:int=128,   # columns that are settled before those behind are corrected
 )->Tensor:           # same shape
-    """Settle one column after the other, and let the later ones make up for the error of each
+    """Settle one column after the other, and let those that are left make up for the error of each
 
     Parameters
     ----------
@@ -170,14 +166,15 @@ def settle_columns(
         same shape
     """
     energy = moments.diagonal(dim1=-2, dim2=-1).mean(0)
-    order = energy.argsort(descending=True, stable=True)
-    spread = _inverse_factor(moments[:, order][..., order])
+    order = energy.argsort(descending=True, stable=True).flip(0)
+    spread = _spread(moments[:, order][..., order])
     w = target[..., order]
-    for start in range(0, len(order), block):
-        end = start + block
+    errors = w.clone()
+    for end in range(len(order), 0, -block):
+        start = max(0, end - block)
+        w[..., start:end] += errors[..., end:]@spread[:, end:, start:end]
         at = order[start:end].tolist()
-        errors = _settle_block(w[..., start:end], spread[:, start:end, start:end], settle, at)
-        w[..., end:] -= errors@spread[:, start:end, end:]
+        _settle_block(w[..., start:end], errors[..., start:end], spread[:, start:end, start:end], settle, at)
     return torch.empty_like(w).index_copy_(-1, order, w)
 
 # %% ../../nbs/core/16_fitting.ipynb #6fae4e46
