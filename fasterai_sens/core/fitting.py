@@ -135,11 +135,14 @@ def _spread(moments:Tensor)->Tensor: # lower triangle
     return lower/lower.diagonal(dim1=-2, dim2=-1)[:, None]
 
 def _settle_block(columns:Tensor, errors:Tensor, spread:Tensor, settle:Callable, at:list):
-    "Settle the columns of a block in place, from the last to the first; `errors` holds their targets, and then what they miss"
+    "Settle the columns of a block in place, the last one first; `errors` holds their targets, and then what they miss"
     for i in reversed(range(len(at))):
-        columns[..., i] = settle(columns[..., i], at[i])
-        errors[..., i] -= columns[..., i]
-        columns[..., :i] += errors[..., i, None]*spread[:, None, i, :i]
+        settled = settle(columns[..., i], at[i])
+        error = errors[..., i] - settled
+        columns[..., i] = settled
+        errors[..., i] = error
+        corrections = error[..., None]*spread[:, None, i, :i]
+        columns[..., :i] += corrections
 
 def settle_columns(
     target:Tensor,   # the weights whose outputs are wanted, `[groups, rows, columns]`
@@ -172,9 +175,11 @@ def settle_columns(
     errors = w.clone()
     for end in range(len(order), 0, -block):
         start = max(0, end - block)
-        w[..., start:end] += errors[..., end:]@spread[:, end:, start:end]
-        at = order[start:end].tolist()
-        _settle_block(w[..., start:end], errors[..., start:end], spread[:, start:end, start:end], settle, at)
+        here = slice(start, end)
+        columns = w[..., here]
+        columns += errors[..., end:]@spread[:, end:, here]
+        at = order[here].tolist()
+        _settle_block(columns, errors[..., here], spread[:, here, here], settle, at)
     return torch.empty_like(w).index_copy_(-1, order, w)
 
 # %% ../../nbs/core/16_fitting.ipynb #6fae4e46
