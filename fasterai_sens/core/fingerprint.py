@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['most_entries', 'containers_of_torch', 'bytes_of', 'inner_tensors', 'tensor_mark', 'containers', 'kind_of',
            'fields_of', 'entries_of', 'attributes_of', 'reached', 'held_by', 'rng_state', 'set_rng_state',
-           'generator_state', 'fingerprint', 'changes']
+           'draw_others', 'generator_state', 'fingerprint', 'changes']
 
 # %% ../../nbs/core/01_fingerprint.ipynb #b531a5f7
 import hashlib
@@ -317,6 +317,24 @@ def set_rng_state(
     torch.set_rng_state(state["torch"])
     if "cuda" in state: torch.cuda.set_rng_state_all(state["cuda"])
     if "mps" in state: torch.mps.set_rng_state(state["mps"])
+
+# %% ../../nbs/core/01_fingerprint.ipynb #c42430ce
+def draw_others(
+    k:int, # 1 for the first others, and so on
+):
+    """Let the global generators go on from somewhere else; from the same state and for the same `k` from the same place
+
+    Parameters
+    ----------
+    k : int
+        1 for the first others, and so on
+    """
+    seed = int(torch.randint(2**31, (k,))[-1])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized(): torch.cuda.manual_seed_all(seed)   # else it would be left for later
+    if torch.backends.mps.is_available(): torch.mps.manual_seed(seed)
 
 # %% ../../nbs/core/01_fingerprint.ipynb #2a4ac548
 def generator_state(

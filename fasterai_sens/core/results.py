@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LayerSensitivity', 'plan_basis', 'damage', 'SensitivityResult', 'label', 'damage_ends', 'share_ranks', 'goes_by',
            'holds_zero', 'is_fragile', 'divide', 'first_names', 'left_out_lines', 'both_ends', 'ci_text',
-           'baseline_text', 'settings_text', 'html_table']
+           'baseline_text', 'settings_text', 'noise_text', 'html_table']
 
 # %% ../../nbs/core/08_results.ipynb #df794bab
 import math
@@ -19,7 +19,7 @@ from fastcore.basics import patch
 
 from .checks import check_count, format_table, printable
 from .protocol import scale_of
-from .saving import Saved, as_interval, as_pairs, as_texts, write_csv
+from .saving import Saved, as_interval, as_numbers, as_pairs, as_texts, write_csv
 
 # %% ../../nbs/core/08_results.ipynb #4f23055b
 @dataclass(slots=True)
@@ -47,9 +47,10 @@ class LayerSensitivity(Saved):
     prunable : bool, default True
         False: could not be compressed, the reason is in `SensitivityResult.skipped`
     stderr : float|None, default None
-        standard error of `delta`, from paired per-sample scores
+        standard error of `delta`, from paired per-sample scores or from repeated calls
     ci : tuple|None, default None
-        95 % interval of `delta`, see `paired_interval`; None: `no_ci` says why
+        95 % interval of `delta`, see `paired_interval`, with `repeats` `welch_interval`; None: `no_ci`
+        says why
     objective : float|None, default None
         second quantity with this layer compressed, lower is better; None: not recorded
     objective_delta : float|None, default None
@@ -61,7 +62,7 @@ class LayerSensitivity(Saved):
     side : str|None, default None
         what was settled: "above", "below", "top", "rest", "undecided"; None: nothing was asked
     objective_ci : tuple|None, default None
-        95 % interval of `objective_delta`, from per-sample objectives; None: not recorded
+        95 % interval of `objective_delta`, made as `ci` is; None: not recorded
     rank : str|None, default None
         place in the ranking that it was taken from, such as "2="
     """
@@ -74,14 +75,15 @@ class LayerSensitivity(Saved):
     group_id:str|None=None   # shared by rows that are compressed together
     group_members:list=field(default_factory=list) # names of all layers compressed together with this one
     prunable:bool=True       # False: could not be compressed, the reason is in `SensitivityResult.skipped`
-    stderr:float|None=None   # standard error of `delta`, from paired per-sample scores
-    ci:tuple|None=None       # 95 % interval of `delta`, see `paired_interval`; None: `no_ci` says why
+    stderr:float|None=None   # standard error of `delta`, from paired per-sample scores or from repeated calls
+    # 95 % interval of `delta`, see `paired_interval`, with `repeats` `welch_interval`; None: `no_ci` says why
+    ci:tuple|None=None
     objective:float|None=None       # second quantity with this layer compressed, lower is better; None: not recorded
     objective_delta:float|None=None # its rise over the untouched model
     no_ci:str|None=None      # why there is no interval; None if there is one, or if the layer was not compressed
     n:int|None=None          # samples that it was measured on, if it was measured until it was settled; None: all
     side:str|None=None       # what was settled: "above", "below", "top", "rest", "undecided"; None: nothing was asked
-    objective_ci:tuple|None=None # 95 % interval of `objective_delta`, from per-sample objectives; None: not recorded
+    objective_ci:tuple|None=None # 95 % interval of `objective_delta`, made as `ci` is; None: not recorded
     rank:str|None=field(default=None, compare=False) # place in the ranking that it was taken from, such as "2="
 
     @classmethod
@@ -216,6 +218,8 @@ class SensitivityResult(Saved):
         its value for the untouched model
     strength : float|None, default None
         orders levels from mild to harsh; None: the level, or fewer bits first
+    baseline_calls : list|None, default None
+        metric of each call on the untouched model, if there were `repeats`
     """
     compression_type:str       # "sparsity", "pruning", "quantization" or a method of your own
     compression_level:float    # percent, or bits for quantization
@@ -228,6 +232,7 @@ class SensitivityResult(Saved):
     objective_name:str|None=None       # of the second quantity, such as "loss"; None if none was recorded
     baseline_objective:float|None=None # its value for the untouched model
     strength:float|None=None           # orders levels from mild to harsh; None: the level, or fewer bits first
+    baseline_calls:list|None=None      # metric of each call on the untouched model, if there were `repeats`
 
     def __post_init__(self): self.skipped = [tuple(pair) for pair in self.skipped]
 
@@ -636,6 +641,37 @@ def settings_text(
     words = [f"{name} {value}" for name, value in settings.items() if value is not None]
     return ", ".join(words)
 
+# %% ../../nbs/core/08_results.ipynb #f907523d
+def _differs(row:LayerSensitivity)->bool:
+    "Whether calls with this layer compressed are known to differ"
+    return any(ci is not None and math.isfinite(ci[0]) for ci in (row.ci, row.objective_ci))
+
+def noise_text(
+    results:list, # of `SensitivityResult`, from one measurement
+)->str:           # empty if each evaluation was one call
+    """Whether `eval_fn` is deterministic, as far as repeated calls tell
+
+    Parameters
+    ----------
+    results : list
+        of `SensitivityResult`, from one measurement
+
+    Returns
+    -------
+    str
+        empty if each evaluation was one call
+    """
+    calls = results[0].baseline_calls
+    if not calls: return ""
+    low, high = min(calls), max(calls)
+    of_untouched = f"{len(calls)} calls on the untouched model"
+    if low != high:
+        lie = f"lie {high - low:.4g} apart, from {low:.4f} to {high:.4f}"
+        return f"eval_fn is not deterministic: {of_untouched} {lie}"
+    if any(_differs(row) for result in results for row in result.layers):
+        return f"eval_fn is not deterministic: {of_untouched} agree on {results[0].metric_name}, but not all others do"
+    return f"eval_fn is deterministic, as far as {of_untouched} and on each compressed one tell"
+
 # %% ../../nbs/core/08_results.ipynb #12f785a4
 def _opening_lines(res:SensitivityResult, by:str)->list:
     "What was measured, what was chosen, and how it is ranked"
@@ -645,6 +681,7 @@ def _opening_lines(res:SensitivityResult, by:str)->list:
     lines = [f"{res.title} | baseline {baseline_text(res)} | {layers}, one at a time"]
     chosen = settings_text(res.settings)
     if chosen: lines.append(f"  {chosen}")
+    if noise := noise_text([res]): lines.append(f"  {noise}")
     if by == "objective": lines.append(f"  ranked by the rise of {res.objective_name}, as plans are")
     return lines
 
@@ -754,7 +791,8 @@ def _html_cells(
 def _html_rest(res:SensitivityResult, shown:list)->str:
     "How many rows are not shown, and why some have no interval"
     n_more, n_skipped = len(res.ranked) - len(shown), len(res.skipped)
-    text = ""
+    noise = noise_text([res])
+    text = f"<p>{escape(noise)}</p>" if noise else ""
     if n_more or n_skipped: text += f"<p>{n_more} more, {n_skipped} skipped</p>"
     for why in dict.fromkeys(row.no_ci for row in shown):
         if why: text += f"<p>no 95 % interval: {escape(why)}</p>"
@@ -792,6 +830,7 @@ def from_dict(cls:SensitivityResult,
     result = {**d}
     result["baseline_metric"] = float(d["baseline_metric"])
     result["baseline_objective"] = _as_float(d.get("baseline_objective"))
+    if d.get("baseline_calls") is not None: result["baseline_calls"] = as_numbers(d["baseline_calls"])
     result["layers"] = [LayerSensitivity.from_dict(row) for row in d["layers"]]
     result["skipped"] = as_pairs(d.get("skipped", []))
     return cls(**result)

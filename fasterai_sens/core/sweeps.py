@@ -19,7 +19,7 @@ from .protocol import scale_of
 from .saving import Saved, as_texts, write_csv
 from fasterai_sens.core.results import (
     LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, damage_ends, divide, goes_by, html_table,
-    is_fragile, label, left_out_lines, plan_basis, settings_text, share_ranks
+    is_fragile, label, left_out_lines, noise_text, plan_basis, settings_text, share_ranks
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
@@ -403,6 +403,7 @@ def _opening_lines(self:SweepResult, by:str)->list:
     settings = {name: value for name, value in first.settings.items() if name != "bits"}
     chosen = settings_text(settings)
     if chosen: lines.append(f"  {chosen}")
+    if noise := noise_text(self.by_strength): lines.append(f"  {noise}")
     what = f"damage to {first.metric_name}"
     if by == "objective": what = f"rise of {first.objective_name}, as plans are"
     lines.append(f"  ranked by the mean over the levels of the {what}")
@@ -464,6 +465,7 @@ def _repr_html_(self:SweepResult, rows:int=20):
     title = f"<b>{escape(first.compression_type)}</b>"
     n_more = len(curves) - len(shown)
     more = f"<p>{n_more} more</p>" if n_more else ""
+    if noise := noise_text(self.by_strength): more += f"<p>{escape(noise)}</p>"
     return f"<p>{title}, {escape(what)}, baseline {escape(baseline_text(first))}</p>{table}{more}"
 
 # %% ../../nbs/core/09_sweeps.ipynb #d0cc0ec7

@@ -139,7 +139,7 @@ def find_method(
 # %% ../../nbs/measure/15_analyzer.ipynb #776df2b1
 shared_options = (   # what a misspelled option could mean, too
     "level", "levels", "layers", "layer_types", "recalibrate", "verbose", "early_stop_mode", "early_stop_value",
-    "adaptive", "n_jobs", "on_error", "timeout",
+    "adaptive", "n_jobs", "on_error", "timeout", "repeats",
 )
 
 def given_options(
@@ -305,10 +305,12 @@ def _journal(self:SensitivityAnalyzer,
     path,          # as the user gave it; None: there is none
     perturbations:list, # of one method, one for each level
     recalibrate,   # as the user gave it
+    repeats=1,     # calls for each evaluation
 ):                 # context manager
     "The journal, of what is measured like this"
     first = perturbations[0]
     own = {name: value for name, value in first.settings.items() if name != first.unit}
+    if repeats > 1: own["repeats"] = repeats   # journals of earlier versions say nothing of it
     return open_journal(
         path, self.model, self.sample, self.metric_name, self.higher_is_better, (self.calibration_data, recalibrate),
         method=find_method(first)[0], objective=self.objective_name, **own)
@@ -345,12 +347,16 @@ def _run(self:SensitivityAnalyzer,
     journal=None,  # path of a file that keeps each measurement; None: nothing is kept
     on_error="raise", # or "skip": what cannot be evaluated is left out
     timeout=None,  # seconds for each evaluation; None: as long as it likes
+    repeats=1,     # calls for each evaluation
 )->SweepResult:
     "Find the units, prepare the method once, measure"
     check_on_error(on_error)
     if on_error == "skip" and adaptive is not None:
         raise ValueError("adaptive goes by all evaluations of a unit, so none may be missing; leave on_error out")
     check_adaptive(adaptive, recalibrate, stop)
+    repeats = check_count(repeats, "repeats")
+    if repeats > 1 and adaptive is not None:
+        raise ValueError("adaptive chooses what to measure by single evaluations; leave repeats out, or adaptive")
     if journal is not None and adaptive is not None:
         raise ValueError("adaptive goes by several looks at one level, which a journal does not keep; leave one out")
     count_workers(n_jobs)   # raises
@@ -363,8 +369,9 @@ def _run(self:SensitivityAnalyzer,
     with ExitStack() as stack:
         stack.push(self._remember)
         stack.enter_context(limited(timeout))
-        book = stack.enter_context(self._journal(journal, perturbations, recalibrate))
-        if adaptive is None: sweep = measure(*of_what, stop=stop, journal=book, on_error=on_error, **about)
+        book = stack.enter_context(self._journal(journal, perturbations, recalibrate, repeats))
+        how = dict(stop=stop, journal=book, on_error=on_error, repeats=repeats)
+        if adaptive is None: sweep = measure(*of_what, **how, **about)
         else: sweep = adaptive.measure(*of_what, **about)
     self.last = sweep
     if recalibrate is not None:
@@ -401,6 +408,9 @@ def analyze(self:SensitivityAnalyzer,
     # "raise": the error ends it all, and has what was measured as `partial`
     on_error="raise",
     timeout=None,             # seconds that each evaluation may take, see `limited`; None: as long as it likes
+    # calls of an `eval_fn` that returns a number: the metric is their mean, and how they differ gives each delta its
+    # standard error and interval, see `welch_interval`
+    repeats=1,
     **options,                # of a method of your own
 )->SensitivityResult:
     """Compress one layer at a time and measure
@@ -451,6 +461,9 @@ def analyze(self:SensitivityAnalyzer,
         are measured; "raise": the error ends it all, and has what was measured as `partial`
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
+    repeats : default 1
+        calls of an `eval_fn` that returns a number: the metric is their mean, and how they differ gives
+        each delta its standard error and interval, see `welch_interval`
     **options
         of a method of your own
 
@@ -465,7 +478,7 @@ def analyze(self:SensitivityAnalyzer,
     )
     where = dict(layers=layers, layer_types=layer_types)
     how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs, journal=journal)
-    how |= dict(on_error=on_error, timeout=timeout)
+    how |= dict(on_error=on_error, timeout=timeout, repeats=repeats)
     sweep = self._run(compression, [level], options, **where, **how, stop=never)
     return sweep[0]
 
@@ -501,6 +514,9 @@ def sweep(self:SensitivityAnalyzer,
     # "raise": the error ends it all, and has what was measured as `partial`
     on_error="raise",
     timeout=None,             # seconds that each evaluation may take, see `limited`; None: as long as it likes
+    # calls of an `eval_fn` that returns a number: the metric is their mean, and how they differ gives each delta its
+    # standard error and interval, see `welch_interval`
+    repeats=1,
     **options,                # of a method of your own
 )->SweepResult:
     """`analyze` at several levels, with one evaluation of the baseline
@@ -554,6 +570,9 @@ def sweep(self:SensitivityAnalyzer,
         are measured; "raise": the error ends it all, and has what was measured as `partial`
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
+    repeats : default 1
+        calls of an `eval_fn` that returns a number: the metric is their mean, and how they differ gives
+        each delta its standard error and interval, see `welch_interval`
     **options
         of a method of your own
 
@@ -570,7 +589,7 @@ def sweep(self:SensitivityAnalyzer,
     stop = stop_rule(early_stop_mode, early_stop_value)
     where = dict(layers=layers, layer_types=layer_types)
     how = dict(recalibrate=recalibrate, adaptive=adaptive, verbose=verbose, n_jobs=n_jobs, journal=journal)
-    how |= dict(on_error=on_error, timeout=timeout)
+    how |= dict(on_error=on_error, timeout=timeout, repeats=repeats)
     return self._run(compression, levels, options, **where, **how, stop=stop)
 
 # %% ../../nbs/measure/15_analyzer.ipynb #f17a552e

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['caution', 'tango_interval', 'spread_of', 'step_between', 'arm', 'mean_intervals', 'mean_interval', 'paired_interval',
-           'sequence_scores']
+           'welch_interval', 'sequence_scores']
 
 # %% ../../nbs/measure/00_intervals.ipynb #f60eb40d
 import math
@@ -251,6 +251,41 @@ def _times(factor:float, interval:tuple)->tuple:
     "The interval of a quantity that is `factor` times as large"
     low, high = interval
     return factor*low, factor*high
+
+# %% ../../nbs/measure/00_intervals.ipynb #23ef93a6
+def welch_interval(
+    base:np.ndarray,  # the metric of each call before, two or more
+    other:np.ndarray, # that of each call after, two or more
+)->tuple:             # standard error of `mean(base) - mean(other)`, its 95 % interval; None, None if no call differs
+    """Difference of two means of repeated calls, each with a variance of its own: Student's t
+
+    `stderr**2 = var(base)/len(base) + var(other)/len(other)`, with Satterthwaite's degrees of freedom. Both are NaN if
+    a call is not finite. Calls that are alike in pairs, having drawn the same numbers, make it wider than need be.
+    Source: Welch 1947, Biometrika 34
+
+    Parameters
+    ----------
+    base : np.ndarray
+        the metric of each call before, two or more
+    other : np.ndarray
+        that of each call after, two or more
+
+    Returns
+    -------
+    tuple
+        standard error of `mean(base) - mean(other)`, its 95 % interval; None, None if no call differs
+    """
+    from scipy.special import stdtrit
+    both = base, other
+    if not all(np.isfinite(calls).all() for calls in both): return math.nan, (math.nan, math.nan)
+    errors = [(calls - calls[0]).var(ddof=1)/calls.size for calls in both]   # exactly 0 if all are the same
+    total = sum(errors)
+    if total == 0: return None, None
+    shares = [error/total for error in errors]
+    freedom = 1/sum(share**2/(calls.size - 1) for share, calls in zip(shares, both, strict=True))
+    stderr, middle = math.sqrt(total), base.mean() - other.mean()
+    arm = float(stdtrit(freedom, .975))*stderr
+    return stderr, (float(middle - arm), float(middle + arm))
 
 # %% ../../nbs/measure/00_intervals.ipynb #f36a0ca3
 def sequence_scores(

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'WeightWatch', 'call_eval', 'untouched', 'Written',
-           'refuse_writing', 'evaluate', 'Unsteady', 'Workbench', 'briefly', 'workbench', 'never', 'stop_rule',
-           'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first', 'list_steps',
-           'Distrusted', 'AsItComes', 'persist', 'write_score', 'known_scores', 'among_known', 'at_work', 'Measurement',
-           'warn_if_other', 'score_text', 'Compared', 'evaluate_steps', 'as_results', 'check_sweep_heard',
-           'handing_over', 'measure']
+           'refuse_writing', 'evaluate', 'nth_call', 'Unsteady', 'Workbench', 'briefly', 'workbench', 'never',
+           'stop_rule', 'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first',
+           'list_steps', 'Distrusted', 'AsItComes', 'persist', 'write_score', 'known_scores', 'among_known',
+           'recorded_baseline', 'at_work', 'Measurement', 'warn_if_other', 'score_text', 'Compared', 'evaluate_steps',
+           'give_widest', 'as_results', 'check_sweep_heard', 'handing_over', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
 import json
@@ -28,7 +28,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.fingerprint import inner_tensors
+from ..core.fingerprint import draw_others, inner_tensors
 from ..core.keeping import Spare, Tray, forget_casts, keep_modules, keep_values
 from ..core.signals import PutBack, under, within_limit
 from ..core.state import Snapshot, leave_no_trace
@@ -39,7 +39,9 @@ from ..core.sweeps import SweepResult
 from ..core.layers import all_units
 from ..core.workers import count_workers, spread
 from ..core.journal import check_again
-from .scores import Score, as_score, compare, rise_interval, score_data, score_from, why_no_ci
+from fasterai_sens.measure.scores import (
+    Score, as_score, compare, is_noisy, mean_of, refuse_samples, rise_interval, score_data, score_from, why_no_ci
+)
 from .objectives import forget_untouched
 from .finetuned import FineTuned
 from .effects import check_heard, same_score
@@ -336,6 +338,31 @@ def evaluate(
         score = call_eval(eval_fn, model)
         refuse_writing(watch.changed())
     return score
+
+# %% ../../nbs/measure/07_loop.ipynb #e68bf431
+def nth_call(
+    eval_fn:Callable, # model -> anything
+    k:int,            # 0 for the first
+)->Callable:          # the same
+    """The evaluation as it is called for the k-th time: the first time as it is, later with other random numbers
+
+    Parameters
+    ----------
+    eval_fn : Callable
+        model -> anything
+    k : int
+        0 for the first
+
+    Returns
+    -------
+    Callable
+        the same
+    """
+    if k == 0: return eval_fn
+    def call(model):
+        draw_others(k)
+        return eval_fn(model)
+    return call
 
 # %% ../../nbs/measure/07_loop.ipynb #b2b29a47
 class Unsteady(Exception):
@@ -999,6 +1026,29 @@ def among_known(
     for left in waiting.values(): everything += left
     return everything
 
+# %% ../../nbs/measure/07_loop.ipynb #7dce400a
+def recorded_baseline(
+    journal,    # `Journal`; None: there is nothing else
+    base:Score, # of the untouched model, measured now
+)->Score:
+    """The baseline to compare with. Raises ValueError if it is another one than before, and was not known to be noisy
+
+    Parameters
+    ----------
+    journal
+        `Journal`; None: there is nothing else
+    base : Score
+        of the untouched model, measured now
+
+    Returns
+    -------
+    Score
+    """
+    known = None if journal is None else journal.read("baseline")
+    if known and is_noisy(score_from(known)): return score_from(known)
+    check_again(journal, "baseline", score_data(base))
+    return base
+
 # %% ../../nbs/measure/07_loop.ipynb #7a2636e0
 def at_work(
     p,    # `Perturbation`
@@ -1055,6 +1105,8 @@ class Measurement:
         level -> (rows, what was left out) so far
     on_error : str, default "raise"
         or "skip": a unit that cannot be evaluated is left out, with the reason
+    repeats : int, default 1
+        calls for each score
     """
     bench:Workbench        # of the caller's model
     eval_fn:Callable       # model -> what `as_score` takes
@@ -1070,6 +1122,7 @@ class Measurement:
     known:dict = field(default_factory=dict) # level, name of a unit -> `Score` that was measured before
     found:dict|None = None # level -> (rows, what was left out) so far
     on_error:str = "raise" # or "skip": a unit that cannot be evaluated is left out, with the reason
+    repeats:int = 1        # calls for each score
 
     def __post_init__(self):
         if self.bench is not None: self.take_care()
@@ -1079,6 +1132,13 @@ class Measurement:
     def take_care(self):
         "What an evaluation left lying about when it failed must not pass for what an earlier one did"
         if self.on_error == "skip": self.bench.careful = True
+
+    def baseline(self)->Score:
+        "The score of the untouched model. Raises ValueError for scores of samples that are to be repeated"
+        first = self.reuse.baseline(self.bench.score, self.eval_fn)
+        if self.repeats > 1: refuse_samples(first)
+        others = [self.bench.score(nth_call(self.eval_fn, k)) for k in range(1, self.repeats)]
+        return mean_of([first, *others])
 
     def score(self,
         p,    # `Perturbation`
@@ -1105,9 +1165,10 @@ class Measurement:
         "The score, as it was measured before or is measured now"
         known = self.known.get((p.level, unit.name))
         if known: return known
-        stays = _stays_in_unit(p)
+        written = None if _stays_in_unit(p) else self.bench.watch.changed
         def run(eval_fn): return self.bench.score(eval_fn, p, unit)
-        return self.reuse.score(run, self.eval_fn, unit, None if stays else self.bench.watch.changed)
+        calls = [nth_call(self.eval_fn, k) for k in range(self.repeats)]
+        return mean_of([self.reuse.score(run, eval_fn, unit, written) for eval_fn in calls])
 
     def _keep(self, p, unit, score:Score):
         "Note a score wherever somebody wants to know it"
@@ -1169,8 +1230,7 @@ def _evaluate_all(
     if not todo: run.reuse = AsItComes()
     run.reuse.start(run.bench.model, todo)
     with noting("while the untouched model was evaluated"):
-        run.base = check(run.reuse.baseline(run.bench.score, run.eval_fn))
-    check_again(run.journal, "baseline", score_data(run.base))
+        run.base = recorded_baseline(run.journal, check(run.baseline()))
     bar = progress(among_known(run.reuse.order(), steps, run.known), verbose)
     for p, u in bar:
         text = run.step(p, u, *found[p.level])
@@ -1192,7 +1252,7 @@ def warn_if_other(
     base : Score
         the same, where the model came from
     """
-    if same_score(own, base): return
+    if same_score(own, base) or is_noisy(base): return
     here, there = (score_text(score) for score in (base, own))
     warnings.warn(
         f"a worker on {platform.node()} scores the untouched model {there}, and here it is {here}: eval_fn draws at "
@@ -1391,6 +1451,31 @@ def _collect(
         results[p.level] = SensitivityResult(compression_level=p.level, layers=rows, skipped=left_out, **own, **about)
     return SweepResult([results[p.level] for p in perturbations], sorted(names, key=place.get))
 
+# %% ../../nbs/measure/07_loop.ipynb #bae2a9e8
+def _width(ci:tuple|None)->float:
+    "Of an interval; 0 if there is none that is finite"
+    return ci[1] - ci[0] if ci and math.isfinite(ci[1] - ci[0]) else 0.
+
+def give_widest(
+    rows:list, # of `LayerSensitivity`, all that were measured with repeated calls
+):
+    """Where all calls agreed, and elsewhere they did not, let the interval be as wide as the widest
+
+    Parameters
+    ----------
+    rows : list
+        of `LayerSensitivity`, all that were measured with repeated calls
+    """
+    errors = [row.stderr for row in rows if row.stderr is not None and math.isfinite(row.stderr)]
+    for delta, ci in (("delta", "ci"), ("objective_delta", "objective_ci")):
+        arm = max((_width(getattr(row, ci)) for row in rows), default=0.)/2
+        for row in rows:
+            middle = getattr(row, delta)
+            is_sure = getattr(row, ci) is None and middle is not None and math.isfinite(middle)
+            if not arm or not is_sure: continue
+            setattr(row, ci, (middle - arm, middle + arm))
+            if ci == "ci": row.stderr, row.no_ci = max(errors), None
+
 # %% ../../nbs/measure/07_loop.ipynb #a8c19274
 def as_results(
     model:nn.Module,    # that was measured
@@ -1441,6 +1526,9 @@ def as_results(
     place = {u.name: i for i, u in enumerate(all_units(model)[0])}
     about = dict(compression_type=name, metric_name=metric_name, higher_is_better=higher_is_better)
     if base.objective is not None: about["objective_name"] = objective_name
+    if base.calls is not None:
+        about["baseline_calls"] = base.calls.tolist()
+        give_widest([row for rows, _ in found.values() for row in rows])
     return _collect(
         perturbations, found, place, baseline_metric=base.value, baseline_objective=base.objective, **about)
 
@@ -1520,6 +1608,7 @@ def measure(
     n_jobs:int|None=None, # processes, see `spread`; None: as joblib's `parallel_config` says, else 1
     journal=None,       # an open `Journal`: what it has is not measured again; None: nothing is written down
     on_error="raise",   # or "skip": a unit that cannot be evaluated is left out, with the reason
+    repeats=1,          # calls of `eval_fn` for each evaluation, see `nth_call`
 )->SweepResult:
     """Evaluate every unit at every level, mildest first, and the untouched model once
 
@@ -1562,6 +1651,8 @@ def measure(
         an open `Journal`: what it has is not measured again; None: nothing is written down
     on_error : default "raise"
         or "skip": a unit that cannot be evaluated is left out, with the reason
+    repeats : default 1
+        calls of `eval_fn` for each evaluation, see `nth_call`
 
     Returns
     -------
@@ -1573,7 +1664,7 @@ def measure(
     about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
     runs, finish = [], partial(as_results, model, units, skipped=skipped, **about)
     def make(way):
-        how = dict(journal=journal, on_error=on_error)
+        how = dict(journal=journal, on_error=on_error, repeats=repeats)
         runs.append(Measurement(bench, eval_fn, stop, metric_name, higher_is_better, way, **how))
         return runs[-1]
     with handing_over(runs, perturbations, finish), workbench(model) as bench:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['layer_listing', 'rank_column', 'damage_column', 'skipped_listing', 'pairs_of', 'settings_part', 'ends', 'model_pairs',
-           'interval_columns', 'level_columns', 'mean_column', 'cost_pairs', 'amount', 'cost_listing', 'target_parts',
-           'dict_of', 'sections_of', 'made_with', 'report']
+           'baseline_pairs', 'interval_columns', 'level_columns', 'mean_column', 'cost_pairs', 'amount', 'cost_listing',
+           'target_parts', 'dict_of', 'sections_of', 'made_with', 'report']
 
 # %% ../../nbs/show/04_report.ipynb #f0e4a9e0
 import datetime
@@ -19,7 +19,7 @@ from ..core.counters import n_bytes
 from ..core.plans import LayerTargets, Plan
 from ..core.protocol import scale_of
 from fasterai_sens.core.results import (
-    SensitivityResult, baseline_text, ci_text, damage, first_names, goes_by, holds_zero, is_fragile, label
+    SensitivityResult, baseline_text, ci_text, damage, first_names, goes_by, holds_zero, is_fragile, label, noise_text
 )
 from ..core.sweeps import SweepResult, mean_damage, rising_damages
 from ..plans.applier import Applier
@@ -247,7 +247,7 @@ def report_section(self:SensitivityResult,
     Section
     """
     by, rows = goes_by(self.ranked), self.ranked
-    pairs = [("method", self.title), ("baseline", baseline_text(self))]
+    pairs = [("method", self.title), *baseline_pairs([self])]
     pairs += [("layers", f"{len(rows)} measured, one at a time"), *model_pairs(model)]
     pairs += [("ranked by", quantity(self, by)), *ends(self.top(len(rows), by=by), by)]
     metrics = Column(self.metric_name, [row.compressed_metric for row in rows], "{:.4f}".format)
@@ -263,6 +263,25 @@ def report_section(self:SensitivityResult,
     about = settings_part(self.settings, [row.no_ci for row in self.layers])
     layers = layer_listing("Layers", rows, self.layers, columns)
     return Section(self.title, [Remarks("Summary", pairs), dots(self), layers, *skipped, *about])
+
+def baseline_pairs(
+    results:list, # of `SensitivityResult`, from one measurement
+)->list:          # of (name, text)
+    """What the untouched model scores, and whether it does so each time if that was asked
+
+    Parameters
+    ----------
+    results : list
+        of `SensitivityResult`, from one measurement
+
+    Returns
+    -------
+    list
+        of (name, text)
+    """
+    noise = noise_text(results)
+    pairs = [("baseline", baseline_text(results[0]))]
+    return [*pairs, ("noise", noise)] if noise else pairs
 
 def interval_columns(
     rows:list, # of `LayerSensitivity`
@@ -362,7 +381,7 @@ def report_section(self:SweepResult,
     texts = [scale_of(first.compression_type).text(level) for level in self.ladder]
     found = self.curves()
     rows = [next(iter(at.values())) for at in found.values()]
-    pairs = [("method", f"{first.compression_type} at {', '.join(texts)}"), ("baseline", baseline_text(first))]
+    pairs = [("method", f"{first.compression_type} at {', '.join(texts)}"), *baseline_pairs(self.by_strength)]
     pairs += [("layers", f"{len(rows)} measured, one at a time"), *model_pairs(model)]
     pairs.append(("ranked by", f"the mean over the levels of the {quantity(first, by)}"))
     pairs += ends(self.top(len(rows), by=by), by)
