@@ -86,7 +86,7 @@ def check_reach(
     raise ValueError(f"target_pct {target:.12g} is out of reach: {why}; {possible}")
 
 # %% ../../nbs/plans/00_baselines.ipynb #5caa0c9a
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Budget:
     """How far each layer may go, and what the whole has to come to
 

@@ -78,7 +78,7 @@ def rows_by_members(
     return rows
 
 # %% ../../nbs/plans/05_choices.ipynb #ab72c1ce
-@dataclass(frozen=True)
+@dataclass
 class Choice:
     """One thing to decide
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..core.checks import quoted
 
 # %% ../../nbs/plans/02_knapsack.ipynb #a742ac6b
-@dataclass(frozen=True)
+@dataclass
 class Options:
     """All options of all units in one row
 
@@ -181,12 +181,12 @@ def least(
     scaled = 1e6*goal/largest + 1e-5*o.rank
     allowed = {name: most + 1e-9*abs(most) for name, (_, most) in limits.items()}
     aims = allowed
-    for _ in range(20):
+    for i in range(20):
         chosen = _solve(scaled, o, limits, aims, gap, nodes)
         if chosen is None: return None
         over = {name: cost[chosen].sum() - allowed[name] for name, (cost, _) in limits.items()}
         if max(over.values(), default=0.) <= 0: return chosen
-        aims = {name: aim - max(0., over[name]) for name, aim in aims.items()}
+        aims = {name: aim - 2**i*max(0., over[name]) for name, aim in aims.items()}
     raise RuntimeError("the solver kept overstepping the limits")
 
 # %% ../../nbs/plans/02_knapsack.ipynb #ee5cd940
