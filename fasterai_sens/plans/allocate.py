@@ -562,16 +562,14 @@ def stepwise(
     picked = [0 for _ in problem.choices]
     damage = [choice.damage for choice in problem.choices]
     start = applier.costs(planned(problem.options(picked)), tuple(budgets))
-    ratios = {name: min(1., budget/start[name]) for name, budget in budgets.items()}
+    ratios = {name: budget/start[name] for name, budget in budgets.items()}
     longest_way = min(math.log(min(ratios.values())), -1e-9)
     step = whole_step = min(1., math.log(factor)/longest_way)
     way = 0.   # from 0, the mildest, to 1, the budgets
     while way < 1 and step > whole_step/16:
         ahead = way + step
         if ahead >= 1 - 1e-9: ahead = 1.
-        ask = dict(budgets)   # the last step asks for the budgets themselves
-        for name, ratio in ratios.items():
-            if ratio < 1 and ahead < 1: ask[name] = start[name]*ratio**ahead
+        ask = {name: start[name]*ratio**ahead for name, ratio in ratios.items()}   # of the last step, the budgets
         new = choose_around(damage, problem.choices, picked, ask, applier, problem.apart, gap=1e-3)
         if new is None: step /= 2
         else: picked, way, step = new, ahead, min(whole_step, 2*step)
@@ -1069,8 +1067,8 @@ def cost_table(
     CostTable
     """
     wanted = [costs] if isinstance(costs, str) else costs
-    names = tuple(check_budgets(dict.fromkeys(wanted, 1), None))
-    with slow_bar(1, verbose, "counting"):
+    names = tuple(check_budgets(dict.fromkeys(wanted, "100%"), None))
+    with slow_bar(verbose=verbose, text="counting"):
         found, _ = by_method(sweeps, "metric")
         _, table = prepare(found, names, model, sample, None, criteria, calibration_data)
     return table
