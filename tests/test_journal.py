@@ -14,7 +14,7 @@ import torch
 from journal_script import network
 from torch import nn
 
-from fasterai_sens import SensitivityAnalyzer, Settle, analyze_degradation, search_plan, search_targets
+from fasterai_sens import SensitivityAnalyzer, Settle, analyze_degradation, evaluation, search_plan, search_targets
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.journal import Journal, merge_journals
 
@@ -152,6 +152,40 @@ def test_what_differs_is_named(tmp_path):
         other()
     with pytest.raises(ValueError, match="journal"):
         other(adaptive=Settle(threshold=.01))
+
+
+def test_other_data_are_named(tmp_path):
+    """Any number of a pair of tensors, of a list of batches or of a loader that is another one, before anything is evaluated"""
+    net, x, y = network()
+    more, end = torch.cat([x, x[:9]]), x.clone()
+    end[-1] += 1
+
+    def pair(x): return x, net(x).argmax(1)
+    def batches(x): return [pair(part) for part in x.split(40)]
+    def loader(x): return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*pair(x)), 40)
+
+    def measure(kind, journal, data):
+        if kind == "sweep":
+            return SensitivityAnalyzer(net, x[:1], data, reuse=False).sweep(levels=levels, verbose=False, journal=journal)
+        if kind == "search":
+            return search_targets(net, x[:1], data, 60, evaluations=15, verbose=False, journal=journal)
+        if kind == "degradation":
+            return analyze_degradation(net, x[:1], data, (80, 50), "sparsity", runs=0, verbose=False, journal=journal)
+        curves = SensitivityAnalyzer(net, x[:1], pair(x)).sweep("quantization", [8, 4], verbose=False)
+        return search_plan(net, x[:1], data, curves, {"bytes": "30%"}, evaluations=8, verbose=False, journal=journal)
+    evaluations = lambda data: evaluation(data, lambda out, y: out.argmax(1) == y)   # noqa: E731
+    ways = {"sweep": (pair, batches, loader, lambda x: evaluations(loader(x))), "search": (pair,), "degradation": (loader,), "joint": (pair,)}
+    for kind, makers in ways.items():
+        for place, make in enumerate(makers):
+            path = tmp_path / f"{kind} {place}"
+            expected = measure(kind, path, make(x)).as_dict() if kind != "sweep" else repr(list(measure(kind, path, make(x))))
+            content = path.read_bytes()
+            for other in (more, x + 1, end):
+                with pytest.raises(ValueError, match="evaluated_on"):
+                    measure(kind, path, make(other))
+                assert path.read_bytes() == content
+            again = measure(kind, path, make(x))
+            assert repr(expected) == (repr(repr(list(again))) if kind == "sweep" else repr(again.as_dict()))
 
 
 def test_parts_make_the_whole(tmp_path):

@@ -27,7 +27,7 @@ from ..core.workers import count_workers
 from ..core.journal import open_journal
 from ..methods.criteria import as_criterion, large_final
 from .objectives import forget_untouched
-from .data import as_eval_fn
+from .data import about_data, as_eval_fn
 from fasterai_sens.measure.learner import (
     default_objective, falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
 )
@@ -310,7 +310,8 @@ def _journal(self:SensitivityAnalyzer,
     "The journal, of what is measured like this"
     first = perturbations[0]
     own = {name: value for name, value in first.settings.items() if name != first.unit}
-    if repeats > 1: own["repeats"] = repeats   # journals of earlier versions say nothing of it
+    if repeats > 1: own["repeats"] = repeats   # not in journals of earlier versions
+    own |= about_data(path, self.eval_fn)
     return open_journal(
         path, self.model, self.sample, self.metric_name, self.higher_is_better, (self.calibration_data, recalibrate),
         method=find_method(first)[0], objective=self.objective_name, **own)

@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['plain_tensor', 'refuse', 'class_numbers', 'shifts', 'classified', 'same_draws', 'checksum', 'ClassifierData',
-           'means_where', 'as_eval_fn']
+           'means_where', 'as_eval_fn', 'describe_data', 'about_data']
 
 # %% ../../nbs/measure/03_data.ipynb #320a1024
+import hashlib
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,9 +20,12 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from ..core.fingerprint import rng_state, set_rng_state
+from ..core.signals import PutBack
 from ..core.state import leave_no_trace
 from ..core.inputs import Fields, FirstBatches, call, logits_of, mapped, split, tensors_in, to_device
-from .objectives import class_axis, kl_divergence
+from ..core.journal import digest_of
+from .objectives import Evaluation, class_axis, kl_divergence
 
 # %% ../../nbs/measure/03_data.ipynb #7e8368fc
 def plain_tensor(
@@ -467,3 +473,63 @@ def as_eval_fn(
     is_pair = isinstance(eval_fn, tuple) and len(eval_fn) == 2
     is_one_batch = is_pair or isinstance(eval_fn, Mapping)
     return ClassifierData([eval_fn] if is_one_batch else eval_fn, sample, name)
+
+# %% ../../nbs/measure/03_data.ipynb #ad2d5f62
+def _set_seeds()->Callable: # call it to put the global generators back
+    "Seeds that are the same in each process"
+    state = rng_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    return partial(set_rng_state, state)
+
+def _read_once(
+    loader, # that gives batches
+)->dict:    # how many there are, and a digest of their numbers
+    "What a loader gives, without moving the random numbers of anybody"
+    with PutBack(_set_seeds), same_draws(loader):
+        marks = [digest_of(batch) for batch in FirstBatches(loader, None)]
+    whole = hashlib.blake2b(" ".join(marks).encode(), digest_size=8)
+    return dict(batches=len(marks), numbers=whole.hexdigest())
+
+def describe_data(
+    eval_fn, # as `as_eval_fn` returns it
+):           # plain data; None: nobody knows what it reads
+    """What an evaluation runs on
+
+    Parameters
+    ----------
+    eval_fn
+        as `as_eval_fn` returns it
+
+    Returns
+    -------
+    plain data; None: nobody knows what it reads
+    """
+    if not isinstance(eval_fn, ClassifierData | Evaluation) or eval_fn.data is None: return None
+    data = eval_fn.data
+    if isinstance(data, Tensor | Mapping | tuple | list): return digest_of(data)
+    kind = type(data).__name__
+    if getattr(data, "shuffle", False): return dict(kind=kind, batches=len(data))   # fastai's have no seed
+    return dict(kind=kind, **_read_once(data))
+
+def about_data(
+    journal, # path, as the user gave it; None: nobody will read it
+    eval_fn, # as `as_eval_fn` returns it
+)->dict:     # empty if there is nothing to say
+    """What the header of a journal says of the data
+
+    Parameters
+    ----------
+    journal
+        path, as the user gave it; None: nobody will read it
+    eval_fn
+        as `as_eval_fn` returns it
+
+    Returns
+    -------
+    dict
+        empty if there is nothing to say
+    """
+    about = None if journal is None else describe_data(eval_fn)
+    return {} if about is None else dict(evaluated_on=about)

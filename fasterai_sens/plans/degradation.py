@@ -35,7 +35,7 @@ from ..core.calibration import noted
 from ..core.journal import check_again, open_journal
 from ..measure.scores import Score, compare, score_data, score_from, why_no_ci
 from ..measure.objectives import forget_untouched
-from ..measure.data import as_eval_fn
+from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_heard, same_score
 from ..measure.loop import Compared, check_baseline, check_training, evaluate, progress, ticker, untouched
 from ..measure.norms import Recalibrated, warn_if_judged_otherwise
@@ -820,7 +820,7 @@ def analyze_degradation(
     around = untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
     everything = layers is None and layer_types is None and locked is None and bounds is None
-    how = dict(method=compression, granularity=granularity, criteria=str(criteria))
+    how = dict(method=compression, granularity=granularity, criteria=str(criteria), **about_data(journal, eval_fn))
     how["data"] = calibration_data, recalibrate
     if steps.calibration: how["data"] += steps.calibration.data,
     settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None) | noted(steps.calibration)

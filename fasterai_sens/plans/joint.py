@@ -31,7 +31,7 @@ from ..core.inputs import check_sample
 from ..core.journal import open_journal
 from ..methods.prune import n_granules
 from ..methods.pruner import in_one_ranking
-from ..measure.data import as_eval_fn
+from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_effect
 from ..measure.loop import check_training, ticker
 from ..measure.norms import recalibrating, warn_if_judged_otherwise
@@ -1323,7 +1323,7 @@ def search_plan(
     by, rises = about["settings"]["by"], first.higher_is_better
     on_call = ticker(calls + len(starts) + len(problem.choices) + 2, verbose)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
-    how = dict(plans=nested(about["settings"]), data=(calibration_data, recalibrate))
+    how = dict(plans=nested(about["settings"]), data=(calibration_data, recalibrate), **about_data(journal, eval_fn))
     with limited(timeout), open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
         meter = partial(Meter, model, applier, journal=book)
         report = report_fn and meter(report_fn, around, report_rises, "metric", name="report")

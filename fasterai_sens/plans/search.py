@@ -33,7 +33,7 @@ from fasterai_sens.methods.sparsify import (
     Sparse, drop_and_fit, drop_weights, n_dropped, obstacle, sparsity_report, unit_scores
 )
 from ..measure.scores import check_functions
-from ..measure.data import as_eval_fn
+from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_effect
 from ..measure.loop import ticker
 from ..measure.norms import recalibrating
@@ -1138,7 +1138,7 @@ def search_targets(
     how = dict(granularity=granularity, criteria=as_criterion(criteria).name, data=(calibration_data, recalibrate))
     calibration = find_calibration(reconstruct, calibration_data, sample)
     if calibration: how["data"] += calibration.data,
-    book = open_journal(journal, model, sample, metric_name, higher_is_better, **how)
+    book = open_journal(journal, model, sample, metric_name, higher_is_better, **how, **about_data(journal, eval_fn))
     with limited(timeout), book as book, leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
