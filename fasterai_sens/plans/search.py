@@ -347,7 +347,8 @@ class ShareTrack(Track):
     """
     meter:Meter # of plans, carried out by a `Masker`
     b:Budget    # what they keep to
-    sources = {"curves": (.5, .45), "exchange": (.3, .4), "again": (1., .15)}
+    sources = {"curves": (.5, .2), "exchange": (.3, .7), "again": (1., .1)}
+    n_runners = 1
     def __post_init__(self):
         self.low, self.high = 1 - self.b.high/100, 1 - self.b.low/100
         self.mean = 1 - self.b.target/100
@@ -357,7 +358,7 @@ class ShareTrack(Track):
         else: self.look_share, n_passes = alone_share if in_parts else 1, 2*len(self.low) + in_parts
         self.look_cost = self.look_share*n_passes
         if not in_parts: self.n_proposals, self.stages, self.n_runners = 1, ((1., 1),), 2
-        if not self.pieces: self.sources = self.sources | {"curves": (.25, .45)}   # as far as is measured
+        if not self.pieces: self.sources = self.sources | {"curves": (.25, .7)}   # as far as is measured
     @property
     def spent(self): return self.meter.n
     def targets(self,
@@ -520,7 +521,7 @@ def exchanged(self:ShareTrack,
     step,      # how far, as a logarithm
     chance,    # a random generator
 )->np.ndarray:
-    """Weights go from a layer to another one, as many as a factor of either is, once or more often
+    """Weights go from a layer to another one, as many as a factor of either is, once to three times
 
     Parameters
     ----------
@@ -536,11 +537,11 @@ def exchanged(self:ShareTrack,
     np.ndarray
     """
     kept, weights, factor = runner.plan.copy(), self.b.weights, math.exp(min(step, 2.))
-    for _ in range(1 + chance.geometric(.5)):
-        if len(kept) < 2: break
+    n_exchanges = 1 + min(chance.integers(3), chance.integers(3))   # more often one than three
+    for _ in range(n_exchanges if len(kept) > 1 else 0):
         one, other = chance.choice(len(kept), 2, replace=False)
         gives = (kept[one] - max(kept[one]/factor, self.low[one]))*weights[one]
-        takes = min(1.5*kept[other]*(factor - 1) + 1/weights[other], self.high[other] - kept[other])*weights[other]
+        takes = min(2*kept[other]*(factor - 1) + 1/weights[other], self.high[other] - kept[other])*weights[other]
         amount = max(0., min(gives, takes))
         kept[one] -= amount/weights[one]
         kept[other] += amount/weights[other]

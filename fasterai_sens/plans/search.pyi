@@ -65,6 +65,7 @@ class ShareTrack(Track):
     meter: Meter
     b: Budget
     sources: ClassVar[dict]
+    n_runners: ClassVar[int]
     low: ClassVar[Any]
     high: ClassVar[Any]
     mean: ClassVar[Any]
@@ -73,7 +74,6 @@ class ShareTrack(Track):
     look_cost: ClassVar[Any]
     n_proposals: ClassVar[Any]
     stages: ClassVar[Any]
-    n_runners: ClassVar[Any]
     def __post_init__(self) -> None: ...
     @property
     def spent(self) -> Any: ...
