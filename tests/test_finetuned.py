@@ -218,3 +218,27 @@ def test_models_that_are_copied_or_not(net):
         assert FineTuned(train, losses)(net).isfinite().all()
     net.seen = net[0](x)
     with pytest.raises(ValueError, match="FineTuned trains a copy, and this Sequential cannot be copied"): FineTuned(train, losses)(net)
+
+
+def test_refitted_before_it_is_trained(net):
+    """With `reconstruct` a plan is refitted, then a copy is trained with its zeros held: the number of both done by hand, in a sweep and in a search"""
+    def train_alike(model):
+        torch.manual_seed(1)
+        train(model)
+
+    tuned = FineTuned(train_alike, losses)
+    def of_plan(plan, data):
+        done = copy.deepcopy(net)
+        with leave_no_trace(done):
+            Sparsifier(done, reconstruct=data).sparsify_model(plan)
+            return tuned(done).mean().item()
+
+    analyzer = SensitivityAnalyzer(net, x[:1], tuned, higher_is_better=False, metric_name="loss", calibration_data=x)
+    for layer in analyzer.analyze("sparsity", 80, reconstruct=True, verbose=False).layers:
+        refitted, cut = (of_plan({layer.name: 80}, data) for data in (x, None))
+        assert layer.compressed_metric == pytest.approx(refitted, rel=1e-4) and refitted != pytest.approx(cut, rel=1e-4)
+    before = fingerprint(net)
+    found = search_targets(net, x[:1], tuned, 80, reconstruct=x, higher_is_better=False, metric_name="loss", evaluations=22, verbose=False)
+    assert changes(before, fingerprint(net)) == []
+    assert found.measured_metric == pytest.approx(of_plan(found.plan, x), rel=1e-4)
+    with pytest.raises(ValueError): analyzer.analyze("quantization", 4, reconstruct=True, verbose=False)
