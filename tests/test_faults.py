@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fasterai_sens import Refine, SensitivityAnalyzer, analyze_degradation, search_plan, search_targets
+from fasterai_sens import Refine, SensitivityAnalyzer, analyze_degradation, evaluation, search_plan, search_targets
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.signals import limited
 
@@ -206,6 +206,64 @@ def test_skipped_is_only_what_failed(method, tmp_path):
         analyze(method, net, x, Faulty("interrupted", 2), on_error="skip")
     with pytest.raises(RuntimeError):   # nothing can be compared with a baseline that is not there
         analyze(method, net, x, Faulty("raises", 1), on_error="skip")
+
+
+class Picky:
+    """An evaluation that cannot take a layer with so many zeros, in whichever process it is called"""
+
+    def __init__(self, kind):
+        self.kind, self.inner = kind, Faulty()
+
+    def __call__(self, model):
+        if (model[3].weight == 0).float().mean() > .6:
+            return FAULTS[self.kind]()
+        return self.inner(model)
+
+
+@pytest.mark.parametrize("kind", ["raises", "OutOfMemoryError", pytest.param("too slow", marks=has_alarm)])
+def test_workers_skip_what_failed(kind):
+    """Two processes leave out the same layer at the same level as one does, for the same reason, and the rest is the same to the bit; none of them leaves a trace"""
+    net, x, _ = network()
+    before, options = fingerprint(net), {"timeout": .5} if kind == "too slow" else {}
+    alone = sweep("sparsity", net, x, Picky(kind), on_error="skip", **options)
+    found = sweep("sparsity", net, x, Picky(kind), on_error="skip", n_jobs=2, **options)
+    assert repr([result.as_dict() for result in found]) == repr([result.as_dict() for result in alone])
+    gone = [[name for name, why in result.skipped if RAISES[kind].__name__ in why] for result in found]
+    assert gone == [[], ["3"]] and [len(rows_of(result)) for result in found] == [3, 2]
+    with pytest.raises(RAISES[kind]) as e:
+        sweep("sparsity", net, x, Picky(kind), n_jobs=2, **options)
+    assert any("while 3 was measured" in note for note in e.value.__notes__) and changes(before, fingerprint(net)) == []
+
+
+@pytest.mark.parametrize("where", ["metric", "objective"])
+@pytest.mark.parametrize("kind", ["raises", "interrupted", "OutOfMemoryError"])
+def test_faults_in_an_estimate(kind, where):
+    """At each call in turn: of the untouched model, of the pieces that gradients are taken of, and of what is measured to check the estimate"""
+    net, x, y = network()
+    before = fingerprint(net)
+
+    def calls(at):
+        n = 0
+
+        def counted(name, f):
+            def call(out, y):
+                nonlocal n
+                n += name == where
+                return FAULTS[kind]() if n == at and name == where else f(out, y)
+            return call
+        loss = partial(nn.functional.cross_entropy, reduction="none")
+        data = evaluation((x, y), counted("metric", lambda out, y: (out.argmax(1) == y).float()), counted("objective", loss))
+        SensitivityAnalyzer(net, x[:4], data, reuse=False).estimate("sparsity", [25, 50, 75], check=2, size=16, verbose=False)
+        return n
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")   # so small a network is not estimated well
+        n = calls(None)
+        assert n > (3 if where == "metric" else 6)
+        assert changes(before, fingerprint(net)) == []
+        for at in range(1, n + 1):
+            with pytest.raises(RAISES[kind]):
+                calls(at)
+            assert changes(before, fingerprint(net)) == [], at
 
 
 class Trains:

@@ -14,7 +14,7 @@ import torch
 from journal_script import network
 from torch import nn
 
-from fasterai_sens import SensitivityAnalyzer, Settle, analyze_degradation, evaluation, search_plan, search_targets
+from fasterai_sens import Refine, SensitivityAnalyzer, Settle, analyze_degradation, evaluation, search_plan, search_targets
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.journal import Journal, merge_journals
 
@@ -105,6 +105,38 @@ def test_ended_anywhere(measure, tmp_path):
     assert repr(measure(again, journal=path)) == repr(expected) and len(again.log) == 1
     measure(per_sample(), journal=tmp_path / "undisturbed")
     assert keys_of(path) == keys_of(tmp_path / "undisturbed")   # a search went the same way
+
+
+def test_refining_ended_anywhere(tmp_path):
+    """Levels are chosen again from what is known, so they are the same ones; and no model is evaluated twice but the untouched one and what was in flight"""
+    seen, in_flight = Counter(), set()
+
+    def refine(end_at=None, journal=None):
+        scored, n = per_sample(), 0
+
+        def eval_fn(model):
+            nonlocal n
+            n, state = n + 1, tuple(int((p == 0).sum()) for p in model.parameters())
+            if sum(state):
+                seen[state] += 1
+            if n == end_at:
+                in_flight.add(state)
+                raise Ends
+            return scored(model)
+        return repr(sweep(eval_fn, journal, levels=[20, 30, 40, 50, 60, 70, 80], adaptive=Refine(per_unit=5))), n
+    expected, n = refine()
+    path = tmp_path / "refined"
+    seen.clear()
+    for end_at in (2, 4, 7, n // 2):
+        with pytest.raises(Ends):
+            refine(end_at, path)
+    assert refine(journal=path)[0] == expected
+    assert len(seen) == 15 and {state for state, times in seen.items() if times > 1} <= in_flight
+    seen.clear()
+    assert refine(journal=path)[0] == expected and not seen
+    ends = per_sample()
+    sweep(ends, path, levels=[20, 80])
+    assert len(ends.log) == 1   # a plain sweep finds the ends of the curves there
 
 
 def test_torn_anywhere(tmp_path):

@@ -358,8 +358,8 @@ def _run(self:SensitivityAnalyzer,
     repeats = check_count(repeats, "repeats")
     if repeats > 1 and adaptive is not None:
         raise ValueError("adaptive chooses what to measure by single evaluations; leave repeats out, or adaptive")
-    if journal is not None and adaptive is not None:
-        raise ValueError("adaptive goes by several looks at one level, which a journal does not keep; leave one out")
+    if journal is not None and isinstance(adaptive, Settle):
+        raise ValueError("Settle goes by several looks at one level, which a journal does not keep; leave one out")
     count_workers(n_jobs)   # raises
     units, perturbations, about = self._prepare(compression, levels, options, layers, layer_types, verbose)
     check_training(self.eval_fn, perturbations)
@@ -373,7 +373,8 @@ def _run(self:SensitivityAnalyzer,
         book = stack.enter_context(self._journal(journal, perturbations, recalibrate, repeats))
         how = dict(stop=stop, journal=book, on_error=on_error, repeats=repeats)
         if adaptive is None: sweep = measure(*of_what, **how, **about)
-        else: sweep = adaptive.measure(*of_what, **about)
+        elif book is None: sweep = adaptive.measure(*of_what, **about)
+        else: sweep = adaptive.measure(*of_what, journal=book, **about)
     self.last = sweep
     if recalibrate is not None:
         for result in sweep: result.settings = result.settings | {"recalibrated": True}

@@ -1227,7 +1227,6 @@ def _evaluate_all(
     "The untouched model, and every step"
     run.found = found = {p.level: ([], []) for p, _ in steps}
     todo = [(p, u) for p, u in steps if (p.level, u.name) not in run.known]
-    if not todo: run.reuse = AsItComes()
     run.reuse.start(run.bench.model, todo)
     with noting("while the untouched model was evaluated"):
         run.base = recorded_baseline(run.journal, check(run.baseline()))
