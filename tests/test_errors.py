@@ -14,6 +14,7 @@ from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
+from torchvision.models import shufflenet_v2_x0_5
 
 from fasterai_sens import (
     LayerSensitivity,
@@ -99,18 +100,6 @@ def all_normed():
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), parametrizations.spectral_norm(nn.Linear(3, 3)))
 
 
-class Sizes(nn.Module):
-    """Two sizes of features, put next to each other place by place"""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv1d(4, 2, 1)
-
-    def forward(self, x):
-        """What the head says of all places"""
-        return self.head(torch.cat([f(x).flatten(2).relu() for f in (self.a, self.b)], 2))
-
-
 def integer_weights():
     """A linear layer that is quantized already"""
     layer = nn.Linear(3, 3)
@@ -122,7 +111,7 @@ def integer_weights():
 TOKENS, TWO, ATTENTION, NORMED, INTEGERS = Tokens(), Two(), Attention(), all_normed(), integer_weights()
 NO_LAYERS, LAZY, META = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)), nn.Sequential(nn.LazyLinear(2)), nn.Sequential(nn.Linear(2, 2, device="meta"))
 FLAT, HALF, FOREIGN = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), nn.Linear(3, 2).half(), nn.Sequential(nn.Linear(2, 2))
-SIZES, IMAGES, SMALL = Sizes(), torch.randn(1, 3, 4, 4), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+SHUFFLE, SHUFFLED, SMALL = shufflenet_v2_x0_5(num_classes=3), torch.randn(1, 3, 32, 32), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 PARAMS = {"conv1": 112, "conv2": 222, "tied1": 48, "fc": 35}
 TYPES = {"conv1": "Conv2d", "conv2": "Conv2d", "tied1": "Linear", "fc": "Linear"}
 
@@ -295,7 +284,7 @@ ERRORS = [
     ("pruning sweep 150", lambda w: w.sweep("pruning", [25, 150]), ValueError, [*PCT, "150"]),
     ("pruning function", lambda w: analyze_sensitivity(w.model, w.x, w.score, "pruning", 150, verbose=False), ValueError, [*PCT, "150"]),
     ("pruning near", lambda w: w.analyze("prunning"), ValueError, ["unknown compression 'prunning'", "did you mean 'pruning'"]),
-    ("pruning untraceable", lambda w: w.analyzer(SIZES, IMAGES).analyze("pruning"), ValueError, ["cannot trace Sizes", "sparsity and quantization can do without"]),
+    ("pruning shuffled", lambda w: w.analyzer(SHUFFLE, SHUFFLED).analyze("pruning"), ValueError, ["ShuffleNetV2", "sparsity and quantization can do without"]),
     ("pruning unknown layer", lambda w: w.analyze("pruning", layers=["conv3"]), KeyError, ["unknown layer 'conv3'", "did you mean", "'conv1'"]),
     ("pruning not compressible", lambda w: w.analyze("pruning", layers=["bn"]), KeyError, ["'bn'", "BatchNorm2d"]),
     ("pruning bad baseline", lambda w: w.analyzer(eval_fn=lambda m: NAN).analyze("pruning", verbose=False), ValueError, ["is nan"]),

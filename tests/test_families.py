@@ -128,7 +128,7 @@ FAMILIES = {
     "regnet_y": Family("regnet_y_400mf", 86, 85),
     "resnet": Family("resnet18", 21, 20),
     "resnext": Family("resnext50_32x4d", 54, 53),
-    "shufflenet_v2": Family("shufflenet_v2_x0_5", 57, 35, {OUTPUT: 1, STUCK: 8, ENDLESS: 12, MORE: 1}),
+    "shufflenet_v2": Family("shufflenet_v2_x0_5", 57, 0, {UNTRACEABLE: 57}),
     "squeezenet": Family("squeezenet1_1", 26, 25),
     "swin": Family("swin_t", 53, 12, {OUTPUT: 1, UNFOLLOWED: 24, MORE: 16}, narrow=narrow_swin),
     "swin_v2": Family("swin_v2_t", 77, 24, {OUTPUT: 1, UNFOLLOWED: 24, MORE: 23, ENDLESS: 5}),

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -296,20 +295,6 @@ def _end_channels(
         after.inputs = [i for i in after.inputs if i is not before]
     return over_all
 
-def _order_parts(
-    split,            # a node
-    nothing:Callable, # makes a node for a part that is not used
-):
-    "List the parts of a split in their order, with their sizes; torch-pruning lists what it met, and guesses sizes"
-    fn = split.grad_fn
-    used = {after.grad_fn.next_functions[-1][1]: after for after in split.outputs}
-    parts, sizes = fn._input_metadata, fn._saved_self_sym_sizes
-    axis = fn._saved_dim if fn._saved_dim < len(sizes) else fn._saved_dim - 2**64   # -1 is stored without its sign
-    split.outputs = [used.get(i) or nothing() for i in range(len(parts))]
-    split.grad_fn = SimpleNamespace(
-        name=fn.name, _saved_dim=fn._saved_dim, _saved_self_sym_sizes=sizes, _input_metadata=parts,
-        _saved_split_sizes=[part.shape[axis] for part in parts])
-
 def _put_before(
     node,    # of a convolution whose groups go as a whole
     between, # a node that translates its inputs to outputs
@@ -342,8 +327,6 @@ def graph_class()->type:
         def _trace(self, *args, **kwargs):
             nodes = super()._trace(*args, **kwargs)
             self._find_grouped(nodes)
-            for node in nodes.values():
-                if node.type == tp.ops.OPTYPE.SPLIT: _order_parts(node, self._nothing)
             operations = [node for node in nodes.values() if node.type == tp.ops.OPTYPE.ELEMENTWISE]
             self.over_all = _end_channels(operations, self._nothing)
             for node in self.whole:
@@ -383,16 +366,10 @@ class PlainGraph(TorchFunctionMode):
         place = None   # a node that keeps the way to `x`
         if _may_hide(func, x): place = _OneNode.apply(x.new_empty(0), x)
         out = func(*args, **kwargs)
-        if isinstance(out, tuple): return _apart(out)
         if not isinstance(out, Tensor) or not out.requires_grad: return out
         if func is nn.functional.linear: return _OneNode.apply(out.detach(), *args, *kwargs.values())
         if place is not None and out is x: return _OneNode.apply(out.detach(), place, *args[1:], *kwargs.values())
         return out
-
-def _apart(out:tuple)->tuple:
-    "The parts of a split, each with a node of its own; a node of torch-pruning has one number of channels"
-    is_split = all(type(getattr(t, "grad_fn", None)).__name__.startswith("Split") for t in out)
-    return tuple(_OneNode.apply(t.detach(), t) for t in out) if is_split else out
 
 def _may_hide(func:Callable, x)->bool:
     "Whether `func` may write to a view, which would take the nodes on the way to it out of autograd's graph"
