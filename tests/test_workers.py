@@ -352,6 +352,7 @@ def test_interrupt(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@pytest.mark.slow
 def test_estimate_is_checked_by_workers(analyzer):
     """The agreement with what was measured is the same number"""
     here = analyzer.estimate("sparsity", [30, 80], check=3, verbose=False)
