@@ -319,7 +319,7 @@ def _journal(self:SensitivityAnalyzer,
 @patch
 def _remember(self:SensitivityAnalyzer, kind, error, _):
     "At the end of a block: keep what was measured before an error or an interrupt"
-    if error is not None: self.last = getattr(error, "partial", None)
+    self.last = getattr(error, "partial", None)
 
 @patch
 def _recalibrated(self:SensitivityAnalyzer,

@@ -181,7 +181,8 @@ def mean_intervals(
     stderr = scale*spread/math.sqrt(n)
     short = float(stdtrit(n - 1, 1 - tail))
     long = arm(caution*abs(skewness)/math.sqrt(n), short)
-    below, above = np.where(skewness > 0, short, long), np.where(skewness > 0, long, short)
+    tail_is_above = skewness > 0
+    below, above = np.where(tail_is_above, short, long), np.where(tail_is_above, long, short)
     return mean - below*stderr, mean + above*stderr
 
 def mean_interval(
