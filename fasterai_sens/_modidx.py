@@ -4788,6 +4788,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fasterai_sens/show/terminal.py'),
                                              'fasterai_sens.show.terminal._add_output': ( 'show/terminal.html#_add_output',
                                                                                           'fasterai_sens/show/terminal.py'),
+                                             'fasterai_sens.show.terminal._in_one_line': ( 'show/terminal.html#_in_one_line',
+                                                                                           'fasterai_sens/show/terminal.py'),
                                              'fasterai_sens.show.terminal._is_of_job': ( 'show/terminal.html#_is_of_job',
                                                                                          'fasterai_sens/show/terminal.py'),
                                              'fasterai_sens.show.terminal._show': ( 'show/terminal.html#_show',

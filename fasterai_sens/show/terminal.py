@@ -337,6 +337,12 @@ def _show(result, as_json:bool):
     else: sys.stdout.write(f"{result}\n")
 
 # %% ../../nbs/show/06_terminal.ipynb #86d1f2f2
+def _in_one_line(error:BaseException)->str:
+    "What an error says, with its notes, which on Python 3.10 are in its text already"
+    text = f"{type(error).__name__}: {error}"
+    notes = [note for note in getattr(error, "__notes__", []) if note not in text]
+    return " ".join([*text.splitlines(), *notes])
+
 def main(
     argv=None, # arguments; None: those of the process
 )->int:        # exit code
@@ -362,6 +368,5 @@ def main(
         return 0
     except (Exception, KeyboardInterrupt) as e:
         if args.debug: raise
-        notes = " ".join(getattr(e, "__notes__", []))
-        sys.stderr.write(f"\nfasterai-sens: {type(e).__name__}: {e} {notes}".rstrip() + "\n")
+        sys.stderr.write(f"\nfasterai-sens: {_in_one_line(e)}\n")
         return exit_code(e, getattr(args, "job", ""))
