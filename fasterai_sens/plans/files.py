@@ -137,7 +137,6 @@ def _views(found:list)->list: # of (`Entry`, tensor)
 def _turned(t:Tensor, view:Tensor)->list|None:
     "The order of the axes of `t` that makes it `view`; None if there is none"
     if t.dim() != view.dim(): return None
-    if (t.shape, t.stride()) == (view.shape, view.stride()): return list(range(t.dim()))
     left, dims = list(enumerate(zip(t.shape, t.stride(), strict=True))), []
     for wanted in zip(view.shape, view.stride(), strict=True):
         match = next((pair for pair in left if pair[1] == wanted), None)
@@ -228,7 +227,7 @@ def set_sizes(
             if now is None or attr.startswith("_"): continue
             if not _is_size(value): raise ValueError(f"{name}.{attr} cannot be {value!r}"[:200])
             if type(now) is not int and _is_size(now): value = type(now)(value)
-            if type(now) is type(value) and now != value: setattr(modules[name], attr, value)
+            if type(now) is type(value): setattr(modules[name], attr, value)
 
 # %% ../../nbs/plans/14_files.ipynb #c6dd02d1
 def same_bits(
