@@ -590,8 +590,7 @@ def _inner(model)->nn.Module:
 def _key(name:str, part:str, taken:Mapping)->str:
     "A name for a tensor of the file: that of the tensor, where it can be had"
     key = name if part == "numbers" else f"{name}:{part}"
-    is_text = key.isprintable() and key == key.encode("utf-8", "replace").decode()
-    if key in taken or not is_text or not key or key == "__metadata__": return f"tensor {len(taken)}:{part}"
+    if key in taken or not key.isprintable() or not key or key == "__metadata__": return f"tensor {len(taken)}:{part}"
     return key
 
 def pack_model(
