@@ -33,17 +33,17 @@ from ..core.results import SensitivityResult, damage, plan_basis
 from ..core.sweeps import SweepResult
 from ..core.plans import BitPlan, LayerTargets, Plan, check_method
 from ..core.inputs import check_sample
-from ..core.layers import all_units, check_model, filters_first, find_units, target_units
+from ..core.layers import all_units, check_model, find_units, target_units
 from ..core.limits import read_limits, tied_names
 from ..core.calibration import find_calibration, noted
 from ..methods.criteria import bind, large_final
-from ..methods.sparsify import Sparse, drop_weights, n_dropped
+from ..methods.sparsify import Sparse, n_dropped
 from ..methods.quantize import Quantized, packed_bytes, plan_bytes, quantize_model
 from ..methods.prune import Pruned, n_gone, n_granules
 from ..measure.effects import check_effect
 from ..measure.norms import reestimate_norms, warn_if_judged_otherwise
 from .targets import curve_of
-from .applier import Applier, cost_rules, footprint, meant, note_carried_out
+from .applier import Applier, cost_rules, footprint, meant
 from .allocate import allocate
 from .search import check_search, drop_order
 
@@ -503,7 +503,6 @@ def holds(self:Steps,
     -------
     bool
     """
-    if not self.kind.reshapes: return True
     return self.applier.holds(self.whole_plan(plan), (cost,))
 
 @patch
@@ -846,36 +845,12 @@ class SparseSteps(Steps):
         units = [u for u in layers if u.weight.numel()]
         bound = bind(self.data["criteria"], self.model, units, self.data["calibration_data"], self.sample)
         check_search(units, granularity, bound, {})
+        self.data["criteria"] = bound   # whoever carries plans out need not look at the data again
         self.settings = dict(granularity=granularity, criteria=bound.name)
-        self.ranks = {u.name: drop_order(u, granularity, bound) for u in units}
-        self.left = {u.name: _count_left(u, self.ranks[u.name]) for u in units}
+        ranks = [drop_order(u, granularity, bound) for u in units]
+        self.left = {u.name: _count_left(u, rank) for u, rank in zip(units, ranks, strict=True)}
         self.rules = {}   # cost -> from `find_rule`, so that it is found once
-        self.take(units, [rank.numel() for rank in self.ranks.values()], {})
-    def change(self, plan):
-        """Set the weights to zero, those that `Sparsifier` would choose
-
-        Parameters
-        ----------
-        plan
-            layer name -> level
-        """
-        if self.calibration: return Steps.change(self, plan)
-        counts = self.counts(self.levels(plan))
-        for unit, k in zip(self.units, counts.tolist(), strict=True):
-            if k == 0: continue
-            keep = (self.ranks[unit.name] >= k).expand(unit.filters.shape)
-            drop_weights(unit, filters_first(unit.module, keep), self.settings["granularity"])
-        forget_casts()
-    def apply(self, plan):
-        """The same for good
-
-        Parameters
-        ----------
-        plan
-            layer name -> level
-        """
-        if self.calibration: Steps.apply(self, plan)
-        else: self.change(plan)
+        self.take(units, [rank.numel() for rank in ranks], {})
 
 Sparse.steps_class = SparseSteps
 
@@ -901,7 +876,7 @@ def find_rule(self:SparseSteps,
     def less(unit, n_zeros):
         dense = footprint(unit)
         return cost_of(unit, dense) - cost_of(unit, replace(dense, n_zeros=n_zeros))
-    others = [u for u in all_units(self.model)[0] if u.weight.numel() and u.name not in self.ranks]
+    others = [u for u in all_units(self.model)[0] if u.weight.numel() and u.name not in self.left]
     zeros = [int((u.weight == 0).sum()) for u in others]
     saved = sum(less(u, n) for u, n in zip(others, zeros, strict=True))
     return whole - saved, less
@@ -966,6 +941,7 @@ class PrunedSteps(Steps):
         """
         wanted = {u.name for u in layers}
         criteria = self.applier.criteria
+        self.data["criteria"] = criteria   # as for zeros
         self.settings = dict(criteria=criteria.name)
         units, refused = [], {}
         for group in self.channels.found:
@@ -994,29 +970,6 @@ class PrunedSteps(Steps):
         steps = []
         for n, level in zip(self.n.tolist(), levels, strict=True): steps.append(n_gone(n, level))
         return np.array(steps)
-    def change(self, plan):
-        """Take the channels out for good, those that `Pruner` would choose
-
-        Parameters
-        ----------
-        plan
-            layer name -> level
-        """
-        if self.calibration: return Steps.change(self, plan)
-        parts = []
-        for name, granules in self.channels.chosen(plan).items():
-            parts += self.channels.groups[name].parts_of(granules)
-        if parts: self.units[0].graph.cut(parts)
-    def apply(self, plan):
-        """The same; what read the channels makes up for them, if it is to be refitted
-
-        Parameters
-        ----------
-        plan
-            layer name -> level
-        """
-        if self.calibration: Steps.apply(self, plan)
-        else: self.change(plan)
 
 Pruned.steps_class = PrunedSteps
 
@@ -1090,7 +1043,6 @@ class QuantizedSteps(LadderSteps):
         if not plan: return
         data = dict(calibration_data=self.data["calibration_data"], reconstruct=self.calibration or False)
         quantize_model(self.model, plan, sample=self.sample, **data)
-    apply = change
 
 Quantized.steps_class = QuantizedSteps
 
@@ -1422,8 +1374,7 @@ def fit(
     if i > fine: raise size.out_of_reach(budget, counts(fine))
     before, now = counts(i - 1), counts(i)
     def fits_after(m): return size(first_steps(before, now, m)) <= budget
-    n_between = int(np.maximum(now - before, 0).sum())
-    m = 1 + bisect_left(range(1, n_between), True, key=fits_after)
+    m = 1 + bisect_left(range(1, now.sum()), True, key=fits_after)   # a jump has no more steps than the place
     plan = steps.plan(first_steps(before, now, m))
     if not steps.holds(plan, cost): return fit(steps, counts, cost, budget)   # with sizes that are counted
     return plan, len(size.tried)
@@ -1452,7 +1403,7 @@ def solve(self:LadderSteps,
     """
     data = self.data | self.limits
     if "criteria" not in self.settings: data["criteria"] = None
-    plan = allocate(result, budget, cost, model=self.model, sample=self.sample, verbose=False, **data)
+    plan = allocate(result, budget, cost, model=self.model, sample=self.sample, **data)
     return plan[self.compression]
 
 @patch
@@ -1500,7 +1451,6 @@ def planner(
     Callable
         budget -> plan, number of sizes that were looked at
     """
-    dense = steps.size({}, cost)
     in_percent = steps.scale.unit == "percent"
     if max_pct is not None and not (is_measured(plan) and in_percent):
         raise ValueError("max_pct is for plans in percent that are made from sensitivities; "
@@ -1516,7 +1466,7 @@ def planner(
         def counts(i): return np.clip(steps.counts(path(i/fine)), steps.least, steps.most)
         def find(budget): return fit(steps, counts, cost, budget)
     mildest = steps.plan(steps.least)
-    largest = steps.size(mildest, cost) if mildest else dense
+    largest = steps.size(mildest, cost)
     def plan_for(budget): return (mildest, 0) if largest <= budget else find(budget)
     return plan_for
 
@@ -1630,7 +1580,6 @@ def carry_out(
     size, dense = steps.size(plan, cost), steps.size({}, cost)
     steps.apply(plan)
     if recalibrate is not None: reestimate_norms(steps.model, recalibrate, steps.sample)
-    note_carried_out(steps.model, steps.whole_plan(plan))
     return Compressed(steps.model, plan, size, dense, cost, steps.compression, tries)
 
 # %% ../../nbs/plans/11_sizes.ipynb #df4049c3
