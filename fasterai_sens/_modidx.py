@@ -835,6 +835,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fasterai_sens/core/progress.py'),
                                              'fasterai_sens.core.progress._drawn': ( 'core/progress.html#_drawn',
                                                                                      'fasterai_sens/core/progress.py'),
+                                             'fasterai_sens.core.progress.log_to': ( 'core/progress.html#log_to',
+                                                                                     'fasterai_sens/core/progress.py'),
                                              'fasterai_sens.core.progress.report': ( 'core/progress.html#report',
                                                                                      'fasterai_sens/core/progress.py'),
                                              'fasterai_sens.core.progress.slow_bar': ( 'core/progress.html#slow_bar',

@@ -1,5 +1,6 @@
 """The command as a user types it: results on stdout, progress on stderr, an exit code for each way to end."""
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -127,3 +128,33 @@ def test_help_teaches(capsys):
     for word in (*methods, "analyze", "estimate", "plan", "report", "130", "bytes=30%"): assert word in text
     with pytest.raises(SystemExit) as e: main(["measure"])
     assert e.value.code == 2
+
+
+def test_verbose_says_what_happens_in_silence(here, capsys):
+    """With -v stderr has what was resumed, not reused and left out; with -vv each step; without it nothing of the kind. Stdout is the same."""
+    call = ["sweep", "job.py", "--levels", "50", "90", "--journal", "steps.jsonl", "--set", "verbose=False"]
+    logger = logging.getLogger("fasterai_sens")
+    before = logger.level, list(logger.handlers)
+    said = []
+    for loud in ([], ["-v"], ["-vv"]):
+        assert main([*call, *loud, "--set", "reuse=False"]) == 0
+        said.append(capsys.readouterr())
+    assert len({printed.out for printed in said}) == 1
+    silent, some, all_of_it = (printed.err for printed in said)
+    assert "INFO" not in silent and "DEBUG" not in silent
+    resumed = "INFO: steps.jsonl: 7 measurements are there already"   # three layers at two levels, and the untouched model
+    assert resumed in some and "INFO: nothing is reused from here on: reuse=False" in some and "DEBUG" not in some
+    assert resumed in all_of_it and "DEBUG: level 50: 0 " in all_of_it
+    assert (logger.level, logger.handlers) == before
+
+    assert main(["-v", "analyze", "job.py", "--method", "pruning", "--levels", "50"]) == 0
+    assert "INFO: 4 is left out at level 50: " in capsys.readouterr().err
+
+
+def test_the_log_is_quiet_until_somebody_asks():
+    """In a process without any handler nothing of the log is on stderr; with `basicConfig` it is."""
+    code = ("import logging, torch; from torch import nn; from fasterai_sens import analyze_sensitivity; {}; torch.manual_seed(0); "
+            "analyze_sensitivity(nn.Linear(4, 2), torch.ones(1, 4), lambda m: float(m.weight.sum()), verbose=False)")
+    for asked, expected in (("pass", False), ("logging.basicConfig(level=logging.INFO)", True)):
+        found = subprocess.run([sys.executable, "-W", "ignore", "-c", code.format(asked)], capture_output=True, text=True, check=True)
+        assert ("nothing is reused" in found.stderr) == expected

@@ -19,6 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
+from .progress import logger
 from .fingerprint import bytes_of, inner_tensors
 from .inputs import tensors_in
 
@@ -236,6 +237,7 @@ class Journal:
         lines, n_bytes = _lines_of(self.path)
         if lines: check_about(self.path, lines[0]["about"], self.about)
         self.records = _records_of(lines)
+        if self.records: logger.info("%s: %d measurements are there already", self.path, len(self.records))
         self.file = open(self.path, "ab")
         self.file.truncate(n_bytes)
         if not lines: self._write(dict(journal=1, about=self.about))

@@ -22,6 +22,7 @@ import torch
 from joblib import Parallel, delayed, effective_n_jobs
 from joblib.parallel import get_active_backend
 
+from .progress import logger
 from .fingerprint import rng_state, set_rng_state
 from .signals import set_time_limit, time_limit
 from .checks import add_note
@@ -272,6 +273,7 @@ class Crew:
             except worker_deaths() as e:
                 self.is_known = False
                 failures += 1
+                logger.info("a worker died; %d of %d tasks are left, and others take over", len(left), total)
                 if failures >= self.n_tries: raise RuntimeError(
                     f"workers were killed {self.n_tries} times in a row, and {len(left)} of {total} tasks are left; "
                     "maybe there is not enough memory for so many copies of the model: give fewer n_jobs") from e

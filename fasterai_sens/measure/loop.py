@@ -28,6 +28,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from ..core.progress import logger
 from ..core.fingerprint import draw_others, inner_tensors
 from ..core.keeping import Spare, Tray, forget_casts, keep_modules, keep_values
 from ..core.signals import PutBack, under, within_limit
@@ -1208,7 +1209,9 @@ def step(self:Measurement,
         with forgiven, noting(at_work(p, unit)): score = self._evaluate(p, unit)
         why = forgiven.why
     if score is not None: self._keep(p, unit, score)
-    if why: left_out.extend((layer.name, why) for layer in unit.layers)
+    if why:
+        logger.info("%s is left out at level %g: %s", unit.name, p.level, why)
+        left_out.extend((layer.name, why) for layer in unit.layers)
     if unit.name in self.stopped: return f"{unit.name} stopped"
     new = rows_of(unit, self.base, score, self.higher_is_better)
     rows.extend(new)
@@ -1233,6 +1236,7 @@ def _evaluate_all(
     bar = progress(among_known(run.reuse.order(), steps, run.known), verbose)
     for p, u in bar:
         text = run.step(p, u, *found[p.level])
+        logger.debug("level %g: %s", p.level, text)
         if verbose: bar.comment = text
     run.bench.look()
     return found

@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ..core.progress import logger
 from ..core.inputs import tensors_in
 from ..core.signals import PutBack
 from .effects import same_score
@@ -364,6 +365,7 @@ class Reuse:
         why : str
             reason
         """
+        logger.info("nothing is reused from here on: %s", why)
         self.on, self.why = False, why
         self.forget()
 

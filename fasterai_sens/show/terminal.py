@@ -12,12 +12,14 @@ import ast
 import importlib
 import importlib.util
 import json
+import logging
 import sys
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from ..core.plans import BitPlan, LayerTargets, Plan
+from ..core.progress import log_to
 from ..core.protocol import methods
 from ..core.results import SensitivityResult
 from ..core.saving import read_data
@@ -298,6 +300,8 @@ def command_line()->argparse.ArgumentParser:
     page.set_defaults(run=write_report)
     page.add_argument("files", nargs="+", help="files of results, sweeps, plans, searches")
     page.add_argument("--page", default="report.html", help="file to write")
+    loud = dict(action="count", default=argparse.SUPPRESS, help="say what happens in silence; -vv: also each step")
+    for each in (parser, *commands.choices.values()): each.add_argument("-v", "--verbose", **loud)
     return parser
 
 # %% ../../nbs/show/06_terminal.ipynb #17f25e97
@@ -337,6 +341,8 @@ def _show(result, as_json:bool):
     else: sys.stdout.write(f"{result}\n")
 
 # %% ../../nbs/show/06_terminal.ipynb #86d1f2f2
+_log_levels = None, logging.INFO, logging.DEBUG   # for no `-v`, one, two
+
 def _in_one_line(error:BaseException)->str:
     "What an error says, with its notes, which on Python 3.10 are in its text already"
     text = f"{type(error).__name__}: {error}"
@@ -361,7 +367,7 @@ def main(
     args = command_line().parse_args(argv)
     try:
         for path in getattr(args, "out", []): ending_of(path)   # before anything is measured
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), log_to(sys.stderr, _log_levels[min(2, getattr(args, "verbose", 0))]):
             result = args.run(args)
             for path in getattr(args, "out", []): write_any(result, path)
         _show(result, getattr(args, "json", False))
