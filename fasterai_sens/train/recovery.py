@@ -5,15 +5,20 @@
 # %% auto #0
 __all__ = ['scaled_plan', 'stage_targets', 'alike_within', 'remember', 'fresh_optimizer', 'target_everywhere', 'Stages',
            'check_optimizer', 'SparseStages', 'PrunedStages', 'staged', 'stage_options', 'HoldStage', 'fine_tune',
-           'check_stages', 'check_setting', 'check_base', 'run_stages', 'gradual_degradation_recovery']
+           'check_stages', 'check_setting', 'check_base', 'StageBook', 'named', 'describe_learner', 'open_book',
+           'run_stages', 'gradual_degradation_recovery']
 
 # %% ../../nbs/train/14_recovery.ipynb #01bc4bfa
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 import fastai.callback.schedule
 import numpy as np
+import torch
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.optimizer import OptimWrapper
@@ -28,14 +33,18 @@ from ..core.state import keep_model, leave_no_trace
 from ..core.checks import check_count, check_options, check_pct, noting
 from ..core.protocol import has_own, methods
 from ..core.plans import LayerTargets, check_method
-from ..core.inputs import FirstBatches
+from ..core.inputs import FirstBatches, tensors_in
 from ..core.layers import all_units, find_units, target_units
+from ..core.journal import check_again, digest_of, open_journal
+from fasterai_sens.core.checkpoint import (
+    model_tensors, put_tensors, read_checkpoint, set_random_state, write_checkpoint
+)
 from ..core.calibration import is_asked
 from ..methods.criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
 from ..methods.sparsify import Sparse, Sparsifier, sparsity_report
 from ..methods.prune import Pruned
 from ..methods.pruner import Pruner, model_size, resolve
-from ..measure.scores import Score, compare, why_no_ci
+from ..measure.scores import Score, compare, score_data, why_no_ci
 from fasterai_sens.measure.learner import (
     falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
 )
@@ -674,6 +683,243 @@ def _why(result:RecoveryResult)->str|None:
     return f"at {last['level']:g} % {result.metric_name} {lost}; the model is {result.where}"
 
 # %% ../../nbs/train/14_recovery.ipynb #b5a1c9b2
+class StageBook:
+    """Finished stages in a journal: stage 2 of `run.jsonl` has its weights in `run.jsonl.stage2.safetensors`
+
+    Stage 0 is the untouched model, with the random numbers alone. Without a journal nothing is kept.
+
+    Parameters
+    ----------
+    journal
+        an open `Journal`; None: nothing is kept
+    learn
+        a fastai Learner
+    loaders : default ()
+        data that are read, whose random numbers count
+    """
+    def __init__(self,
+        journal,    # an open `Journal`; None: nothing is kept
+        learn,      # a fastai Learner
+        loaders=(), # data that are read, whose random numbers count
+    ): self.journal, self.learn, self.loaders = journal, learn, loaders
+    def path(self,
+        i:int, # number of the stage, from 1
+    )->Path:
+        """The file with its weights
+
+        Parameters
+        ----------
+        i : int
+            number of the stage, from 1
+
+        Returns
+        -------
+        Path
+        """
+        return Path(f"{self.journal.path}.stage{i}.safetensors")
+    def read(self,
+        i:int, # number of the stage, from 1
+    )->dict|None: # row of the history, what was skipped, digest of the file; None: it has not ended yet
+        """What is known of a stage
+
+        Parameters
+        ----------
+        i : int
+            number of the stage, from 1
+
+        Returns
+        -------
+        dict|None
+            row of the history, what was skipped, digest of the file; None: it has not ended yet
+        """
+        return self.journal and self.journal.read(f"stage {i}")
+    def checkpoint(self,
+        i:int, # number of the stage, from 1
+    )->tuple:  # as `read_checkpoint` returns it
+        """Its weights and random numbers. Raises ValueError if the file is missing or damaged
+
+        Parameters
+        ----------
+        i : int
+            number of the stage, from 1
+
+        Returns
+        -------
+        tuple
+            as `read_checkpoint` returns it
+        """
+        try: return read_checkpoint(self.path(i), self.read(i)["file"])
+        except ValueError as e:
+            raise ValueError(f"{self.journal.path} lists stage {i}, but its weights are lost: {e}; "
+                             "bring the file back, or delete the journal to start afresh") from e
+    def check(self,
+        n:int, # how many stages there are
+    ):
+        """Raises ValueError if a file is missing or damaged, before anything is changed
+
+        Parameters
+        ----------
+        n : int
+            how many stages there are
+        """
+        for i in range(n + 1):
+            if (self.read(i) or {}).get("file"): self.checkpoint(i)
+
+# %% ../../nbs/train/14_recovery.ipynb #8103e73e
+@patch
+def begin(self:StageBook,
+    base:Score, # of the untouched model
+):
+    """Random numbers of the first process count. Raises ValueError for another baseline than there was
+
+    Parameters
+    ----------
+    base : Score
+        of the untouched model
+    """
+    if self.journal is None: return
+    check_again(self.journal, "baseline", score_data(base))
+    if self.read(0): return set_random_state(self.checkpoint(0)[1], self.loaders)
+    self.journal.record("stage 0", dict(file=write_checkpoint(self.path(0), {}, self.loaders)))
+
+@patch
+def write(self:StageBook,
+    i:int,        # number of the stage, from 1
+    row:dict,     # of the history
+    skipped:list, # (name, reason) of what it does not compress
+):
+    """Keep a stage that has ended: first its weights, then the line that says they are there
+
+    Parameters
+    ----------
+    i : int
+        number of the stage, from 1
+    row : dict
+        of the history
+    skipped : list
+        (name, reason) of what it does not compress
+    """
+    if self.journal is None or self.read(i): return
+    file = None
+    if row["passed"]: file = write_checkpoint(self.path(i), model_tensors(self.learn.model), self.loaders)
+    self.journal.record(f"stage {i}", dict(row=row, skipped=skipped, file=file))
+
+@patch
+def take_up(self:StageBook,
+    i:int, # number of the stage, from 1
+):
+    """Weights and random numbers as they were at its end, for a model that is compressed like that
+
+    Parameters
+    ----------
+    i : int
+        number of the stage, from 1
+    """
+    tensors, state = self.checkpoint(i)
+    put_tensors(self.learn.model, tensors)
+    set_random_state(state, self.loaders)
+
+# %% ../../nbs/train/14_recovery.ipynb #b80e879d
+def named(
+    x, # an argument
+):     # plain data
+    """What a journal says of an argument: numbers and text as they are, of all else the name
+
+    Parameters
+    ----------
+    x
+        an argument
+
+    Returns
+    -------
+    plain data
+    """
+    if isinstance(x, partial): return [named(x.func), named(x.args), named(x.keywords)]
+    if isinstance(x, Mapping): return {str(key): named(value) for key, value in x.items()}
+    if isinstance(x, list | tuple | L): return [named(value) for value in x]
+    is_plain = x is None or isinstance(x, bool | int | float | str)
+    if is_plain: return x
+    return getattr(x, "__qualname__", type(x).__name__)
+
+def describe_learner(
+    learn, # a fastai Learner
+)->dict:   # plain data
+    """What the training of a Learner depends on, as far as it can be seen
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+
+    Returns
+    -------
+    dict
+        plain data
+    """
+    about = dict(items=len(learn.dls.train_ds), batches=[])
+    for name in ("lr", "wd", "moms", "opt_func", "loss_func"):
+        about[name] = named(getattr(learn, name, None))
+    for loader in learn.dls.loaders:
+        size = getattr(loader, "bs", getattr(loader, "batch_size", None))
+        about["batches"].append([len(loader), size])
+    about["cbs"] = [type(cb).__name__ for cb in learn.cbs if not isinstance(cb, ProgressCallback)]
+    about["frozen"] = [name for name, p in learn.model.named_parameters() if not p.requires_grad]
+    return about
+
+# %% ../../nbs/train/14_recovery.ipynb #760837c5
+@contextmanager
+def open_book(
+    journal,     # path, as the user gave it; None: nothing is kept
+    learn,       # a fastai Learner
+    sample,      # one example input; which one is drawn is chance, so only its shape is compared
+    result:RecoveryResult, # with what was asked for
+    criterion:Criterion, # of the stages
+    data:dict,   # name -> data that are read beside the Learner's; None: none
+    **training,  # other arguments that the weights depend on
+):               # a `StageBook`
+    """What is known of the stages. Raises ValueError if it is of something else, or if a file is missing or damaged
+
+    Parameters
+    ----------
+    journal
+        path, as the user gave it; None: nothing is kept
+    learn
+        a fastai Learner
+    sample
+        one example input; which one is drawn is chance, so only its shape is compared
+    result : RecoveryResult
+        with what was asked for
+    criterion : Criterion
+        of the stages
+    data : dict
+        name -> data that are read beside the Learner's; None: none
+    **training
+        other arguments that the weights depend on
+
+    Yields
+    ------
+    a `StageBook`
+    """
+    loaders = [*learn.dls.loaders, *data.values()]
+    if journal is None:
+        yield StageBook(None, learn)
+        return
+    about = dict(
+        method=result.compression,
+        targets=result.targets,
+        max_drop=result.max_drop,
+        options=result.settings,
+        criteria=dict(name=criterion.name, refs=digest_of(criterion.refs)),
+        learner=describe_learner(learn),
+        training=named(training),
+        data={name: digest_of(x) for name, x in data.items()})
+    shape = [torch.zeros_like(x) for x in tensors_in(sample)]
+    with open_journal(journal, learn.model, shape, result.metric_name, result.higher_is_better, stages=about) as book:
+        found = StageBook(book, learn, loaders)
+        found.check(len(result.targets))
+        yield found
+
+# %% ../../nbs/train/14_recovery.ipynb #722a66f1
 def run_stages(
     learn,               # a fastai Learner
     result:RecoveryResult, # filled in
@@ -683,6 +929,7 @@ def run_stages(
     train:Callable,      # (epochs, `HoldStage`) -> None, what follows on each compression
     sample,              # one example input
     on_step:Callable,    # called after each compression, with a text, and after each epoch
+    book=None,           # `StageBook` of what is known already; None: nothing is
 ):
     """Compress, evaluate, fine-tune, evaluate; then on to the next stage, or back to the last good one
 
@@ -704,32 +951,48 @@ def run_stages(
         one example input
     on_step : Callable
         called after each compression, with a text, and after each epoch
+    book : default None
+        `StageBook` of what is known already; None: nothing is
     """
     cbs, restore = list(learn.cbs), remember(learn)
+    book = book or StageBook(None, learn)
     def score(): return evaluate(learn.model, eval_fn)
     def go_back():
         restore()
         learn.cbs.items[:] = cbs   # those taken out for a while came back at the end
+    def go_through(i, level, epochs):
+        start = perf_counter()
+        stages.compress(i)
+        compressed = score()
+        on_step(f"{level:g} %: {result.metric_name} {compressed.value:.4f}")
+        train(epochs, HoldStage(stages.hold, on_step))
+        scores = Score(before), compressed, score()
+        row = _row(learn, sample, base, scores, result, stage=i+1, level=level, epochs=epochs)
+        return row | dict(seconds=perf_counter() - start), stages.skipped
+    def take_up(i, row, skipped, epochs):
+        if row["passed"]:
+            stages.compress(i)
+            book.take_up(i + 1)
+        for _ in range(1 + epochs): on_step(f"{row['level']:g} %: {result.metric_name} {row['metric']:.4f}")
+        return row, [tuple(pair) for pair in skipped]
     with PutBack(lambda: go_back), so_far(lambda: result if result.history else None):
         learn.model.to(getattr(learn.dls, "device", None))   # where it would be trained
         stages = make()
         with noting("while the untouched model was evaluated"): base = score()
         check_base(base, result)
-        before, result.baseline_metric = base, base.value
+        book.begin(base)
+        before = result.baseline_metric = base.value
         for i, (level, epochs) in enumerate(plan):
-            start, method = perf_counter(), result.compression
-            with noting(f"while {method} had reached {level:g} %"):
-                stages.compress(i)
-                compressed = score()
-                on_step(f"{level:g} %: {result.metric_name} {compressed.value:.4f}")
-                train(epochs, HoldStage(stages.hold, on_step))
-                scores = before, compressed, score()
-            row = _row(learn, sample, base, scores, result, stage=i+1, level=level, epochs=epochs)
-            result.history.append(row | dict(seconds=perf_counter() - start))
-            result.skipped = stages.skipped
+            known = book.read(i + 1)
+            with noting(f"while {result.compression} had reached {level:g} %"):
+                if known: row, result.skipped = take_up(i, known["row"], known["skipped"], epochs)
+                else: row, result.skipped = go_through(i, level, epochs)
+            result.history.append(row)
+            if row["passed"]: fresh_optimizer(learn)
+            book.write(i + 1, row, result.skipped)
             if not row["passed"]: break
-            fresh_optimizer(learn)
-            result.best, restore, before = level, remember(learn), scores[-1]
+            result.best, restore, before = level, remember(learn), row["metric"]
+        result.stopped = _why(result)
 
 # %% ../../nbs/train/14_recovery.ipynb #c156f7c3
 def gradual_degradation_recovery(
@@ -753,6 +1016,7 @@ def gradual_degradation_recovery(
     recalibrate=None,      # data: batch-norm statistics are estimated anew after each stage
     verbose=True,          # show a progress bar
     timeout=None,          # seconds that each evaluation may take, see `limited`; None: as long as it likes
+    journal=None,          # path of a file that keeps each stage, to go on from, see `StageBook`; None: none
     **fit_kwargs,          # for `fit_one_cycle`: cbs, wd, ...
 )->RecoveryResult:
     """Compress in stages with fine-tuning between them, up to the harshest stage that is within `max_drop`
@@ -803,6 +1067,8 @@ def gradual_degradation_recovery(
         show a progress bar
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
+    journal : default None
+        path of a file that keeps each stage, to go on from, see `StageBook`; None: none
     **fit_kwargs
         for `fit_one_cycle`: cbs, wd, ...
 
@@ -832,14 +1098,13 @@ def gradual_degradation_recovery(
     settings |= dict(recalibrated=recalibrate is not None, reconstruct=is_asked(options.get("reconstruct")))
     result = RecoveryResult(
         compression, math.nan, [], None, None, targets, max_drop, name, higher_is_better, settings=settings)
-    def make():
-        of_method = methods[compression].stages_class or Stages
-        return of_method(methods[compression], learn, targets, criterion, sample, options)
+    kind = methods[compression]
+    make = partial(kind.stages_class or Stages, kind, learn, targets, criterion, sample, options)
     def train(n, holder):
         fine_tune(learn, n, lr, holder, **fit_kwargs)
         if recalibrate is not None: reestimate_norms(learn.model, recalibrate, sample)
     on_step = ticker(len(levels) + sum(epochs), verbose)
-    plan = list(zip(levels, epochs, strict=True))
-    with limited(timeout): run_stages(learn, result, plan, make, eval_fn, train, sample, on_step)
-    result.stopped = _why(result)
+    opened = partial(open_book, journal, learn, sample, result, criterion, epochs=epochs, lr=lr, fit=fit_kwargs)
+    with limited(timeout), opened(dict(dl=dl, recalibrate=recalibrate, reconstruct=options.get("reconstruct"))) as book:
+        run_stages(learn, result, list(zip(levels, epochs, strict=True)), make, eval_fn, train, sample, on_step, book)
     return result
