@@ -11,6 +11,7 @@ __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'We
            'give_widest', 'as_results', 'check_sweep_heard', 'handing_over', 'measure']
 
 # %% ../../nbs/measure/07_loop.ipynb #4eb6e83e
+import itertools
 import json
 import math
 import os
@@ -80,13 +81,6 @@ def _sum_rows(columns:Tensor)->Tensor:
     return torch.from_numpy(np.add.reduce(columns.numpy(), axis=0))
 
 # %% ../../nbs/measure/07_loop.ipynb #d2643f1f
-def _is_plain(
-    t:Tensor, # of any kind
-)->bool:
-    "Whether `checksum` can be asked about `t` itself"
-    if type(t) is not Tensor or t.layout != torch.strided or t.device.type == "meta": return False
-    return not (t.is_quantized or t.is_nested or t.is_complex())
-
 def checksums(
     t:Tensor, # of any kind
 )->list:      # of tensors
@@ -102,14 +96,12 @@ def checksums(
     list
         of tensors
     """
-    if _is_plain(t): return [checksum(t)]
     if t.device.type == "meta": return []
     parts, found = inner_tensors(t), []
     for part in parts.values(): found.extend(checksums(part))
     if parts: return found
-    if t.layout != torch.strided: return [checksum(t.to_dense())]
-    if t.is_quantized: return [checksum(t.int_repr())]
-    return [checksum(t.resolve_conj().resolve_neg())]
+    numbers = t.int_repr() if t.is_quantized else t.to_dense()
+    return [checksum(numbers.resolve_conj().resolve_neg())]
 
 # %% ../../nbs/measure/07_loop.ipynb #1b90014d
 def _place(
@@ -806,12 +798,13 @@ def ticker(
     """
     if not verbose: return lambda text=None: None
     bar = progress(range(total), verbose)
-    done = iter(range(1, total + 1))
     bar.update(0)
-    def tick(text=None):
-        if text: bar.comment = text
-        bar.update(next(done, total))
-    return tick
+    return partial(_move_on, bar, itertools.count(1))
+
+def _move_on(bar, done, text=None):
+    "One step further, or at the end for good"
+    if text: bar.comment = text
+    bar.update(min(next(done), bar.total))
 
 # %% ../../nbs/measure/07_loop.ipynb #03085b7c
 def mildest_first(
