@@ -260,7 +260,7 @@ def edge_curves(
     return slopes - slopes[n_now], signed - signed[n_now]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Edge:
     """Damage of one unit by one backward pass at the plan
 
@@ -293,7 +293,7 @@ class Edge:
         return self.slopes[n_gone], self.bends[n_gone], np.full(len(kept), True)
 
 # %% ../../nbs/plans/09_search.ipynb #d49d5320
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Probed:
     """Damage of one unit around its present share, which comes first
 
@@ -353,7 +353,7 @@ class ShareTrack(Track):
         self.low, self.high = 1 - self.b.high/100, 1 - self.b.low/100
         self.mean = 1 - self.b.target/100
         in_parts = has_parts(self.meter.eval_fn)
-        self.pieces = self.meter.pieces() if in_parts else None
+        self.pieces = self.meter.pieces()
         if self.pieces: self.look_share, n_passes = 1/3, 5
         else: self.look_share, n_passes = alone_share if in_parts else 1, 2*len(self.low) + in_parts
         self.look_cost = self.look_share*n_passes
@@ -433,7 +433,7 @@ def by_probes(self:ShareTrack,
     factors, others = np.exp(np.array([1, -1])*runner.steps["curves"]), []
     for share, low, high in zip(runner.plan, self.low, self.high, strict=True):
         sides = np.clip(share*factors, low, high)
-        others.append([k for k in sides if share > 0 and k > 0 and abs(k/share - 1) >= 1e-3])
+        others.append([k for k in sides if abs(k - share) > 1e-3*share])
     now = runner.damage if self.look_share == 1 else None
     rises = probe(self, runner.plan, others, self.look_share, now)
     seen = []

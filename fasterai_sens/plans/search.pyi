@@ -43,7 +43,7 @@ class Refitter(Masker):
 
 def edge_curves(unit, at: Curvature, dense: Tensor, rank: Tensor, n_now: int) -> tuple: ...
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Edge:
     slopes: np.ndarray
     bends: np.ndarray
@@ -51,7 +51,7 @@ class Edge:
     doubt: ClassVar[float]
     def at(self, kept: np.ndarray) -> tuple: ...
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Probed:
     kept: list
     damage: list
