@@ -3958,6 +3958,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'fasterai_sens.plans.joint.Look.rises': ( 'plans/joint.html#look.rises',
                                                                                      'fasterai_sens/plans/joint.py'),
                                            'fasterai_sens.plans.joint.Move': ('plans/joint.html#move', 'fasterai_sens/plans/joint.py'),
+                                           'fasterai_sens.plans.joint.Move.side': ( 'plans/joint.html#move.side',
+                                                                                    'fasterai_sens/plans/joint.py'),
                                            'fasterai_sens.plans.joint.Near': ('plans/joint.html#near', 'fasterai_sens/plans/joint.py'),
                                            'fasterai_sens.plans.joint.Near.ways': ( 'plans/joint.html#near.ways',
                                                                                     'fasterai_sens/plans/joint.py'),

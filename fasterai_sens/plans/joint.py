@@ -10,6 +10,7 @@ __all__ = ['strides', 'ladder', 'place', 'Move', 'moves', 'Limits', 'ladder_of',
 # %% ../../nbs/plans/10_joint.ipynb #aeedd344
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -108,6 +109,10 @@ class Move:
     levels:dict          # method -> level
     method:str|None=None # the one that changes; None: it stays as it is
     way:float=0.         # how many rungs, above 0 to the milder side
+    @property
+    def side(self)->tuple:
+        "The method that changes, and 1. to the milder side, -1. to the harsher"
+        return self.method, float(np.sign(self.way))
 
 strides = .2, .5, 1., 2.   # rungs
 
@@ -153,7 +158,7 @@ def _next_to(rungs:list, level, by_one:bool)->dict:
     return found
 
 # %% ../../nbs/plans/10_joint.ipynb #daa15128
-@dataclass(eq=False)
+@dataclass
 class Limits:
     """What all plans keep to
 
@@ -316,7 +321,8 @@ def same_percent(
     """
     def at(pct): return [_with_percent(choice, method, pct) for choice in choices]
     every = [pct for choice in choices for pct in ladder_of(choice, method)]
-    low, high = 0., max(every, default=0.)
+    low = 0.
+    high = max([low, *every])
     if not fits(at(high)): return None
     for _ in range(20):
         middle = (low + high)/2
@@ -686,7 +692,7 @@ def _compress(self:Look, unit, dense:list, levels:dict):
         perturbation.change(self.applier.model, unit)
 
 # %% ../../nbs/plans/10_joint.ipynb #115c2d16
-@dataclass(eq=False)
+@dataclass
 class Near:
     """Where a plan can go from here
 
@@ -714,7 +720,7 @@ class Near:
         for own in self.moves: found.append(np.array([move.way for move in own]))
         return found
 
-@dataclass(eq=False)
+@dataclass
 class LevelTrack(Track):
     """Levels of several methods for each choice, within the budgets
 
@@ -847,8 +853,8 @@ def by_probes(self:LevelTrack,
     known = now if self.look_share == 1 else None
     rises = probe(self, near.plan, others, self.look_share, known)
     for own, tried, more in zip(near.moves, sides, rises, strict=True):
-        slopes = {(move.method, move.way > 0): rise/move.way for move, rise in zip(tried, more, strict=True)}
-        added = [slopes.get((move.method, move.way > 0), 0.)*move.way for move in own]
+        slopes = {move.side: rise/move.way for move, rise in zip(tried, more, strict=True)}
+        added = [0., *(slopes[move.side]*move.way for move in own[1:])]
         found.append(np.array([added, np.zeros(len(own))]).T)
     return found
 
@@ -856,7 +862,7 @@ def _sides(own:list)->list:
     "Of the moves of a choice the one that is nearest to a rung, for each method and side"
     nearest = {}
     for move in sorted(own[1:], key=lambda move: abs(abs(move.way) - 1)):
-        nearest.setdefault((move.method, move.way > 0), move)
+        nearest.setdefault(move.side, move)
     return list(nearest.values())
 
 # %% ../../nbs/plans/10_joint.ipynb #f9c73c45
@@ -916,9 +922,9 @@ def within_reach(
     -------
     np.ndarray
     """
-    far = np.abs(ways)
+    far = np.abs(ways).round(9)   # a rung from between two others may be a little more than 1
     nearest = far[1:].min(initial=math.inf)
-    return np.where(far <= max(step, nearest) + 1e-9, prices, math.inf)
+    return np.where(far <= max(step, nearest), prices, math.inf)
 
 # %% ../../nbs/plans/10_joint.ipynb #71a7ed7d
 @patch
@@ -945,7 +951,8 @@ def along_curves(self:LevelTrack,
     """
     near, n = runner.seen, len(runner.plan)
     spread = .4 if near.has_looked else 1.
-    factors = np.exp(chance.normal(0, spread, n)*(chance.random() < .7))
+    factors = np.exp(chance.normal(0, spread, n))
+    if chance.random() >= .7: factors = np.ones(n)
     steepness = math.exp(chance.normal(-1, 1))
     share = 1. if chance.random() < .5 else chance.random()   # of the choices that may move
     prices = []
@@ -1006,7 +1013,7 @@ def price_of_way(
     -------
     np.ndarray
     """
-    return np.where(way < 0, -way, -1e-3*way)
+    return np.maximum(-way, -1e-3*way)
 
 @patch
 def again(self:LevelTrack,
@@ -1033,8 +1040,9 @@ def again(self:LevelTrack,
     if runner.before is None: return None
     prices = []
     for k, (choice, own) in enumerate(zip(self.limits.choices, runner.seen.moves, strict=True)):
-        went = {m: way_between(choice, m, runner.before[k], runner.plan[k]) for m in choice.methods}
-        last = np.array([went.get(move.method, 0.) for move in own])
+        went = defaultdict(float)   # nothing for the move that stays
+        for m in choice.methods: went[m] = way_between(choice, m, runner.before[k], runner.plan[k])
+        last = np.array([went[move.method] for move in own])
         way = np.array([move.way for move in own])
         gain = np.minimum(np.abs(way), np.abs(last)*step)*np.sign(way*last)
         price = np.where(last == 0, .5*price_of_way(way), -gain)
@@ -1299,8 +1307,7 @@ def search_plan(
     SearchResult
         `plan` is a `Plan`
     """
-    usual = report_higher_is_better is not False   # until the sweeps have said it
-    report_fn = as_report_fn(report_fn, report_higher_is_better, usual, sample)
+    report_fn = as_report_fn(report_fn, report_higher_is_better, True, sample)
     _check_counted(budget, cost)
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_sample(model, sample)
@@ -1321,7 +1328,7 @@ def search_plan(
     calls = _count_moves(evaluations, in_parts, used)
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
     by, rises = about["settings"]["by"], first.higher_is_better
-    on_call = ticker(calls + len(starts) + len(problem.choices) + 2, verbose)
+    on_call = ticker(calls + len(starts) + len(problem.choices), verbose)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
     how = dict(plans=nested(about["settings"]), data=(calibration_data, recalibrate), **about_data(journal, eval_fn))
     with limited(timeout), open_journal(journal, model, sample, first.metric_name, rises, **how) as book:

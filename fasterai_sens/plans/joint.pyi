@@ -27,11 +27,13 @@ class Move:
     levels: dict
     method: str | None = ...
     way: float = ...
+    @property
+    def side(self) -> tuple: ...
 strides: tuple
 
 def moves(choice: Choice, now: dict, pairs: set) -> list: ...
 
-@dataclass(eq=False)
+@dataclass
 class Limits:
     problem: Problem
     applier: Applier
@@ -74,7 +76,7 @@ class Look:
 
 def can_look(applier: Applier, choices: list) -> bool: ...
 
-@dataclass(eq=False)
+@dataclass
 class Near:
     plan: list
     moves: list
@@ -83,7 +85,7 @@ class Near:
     has_looked: bool = ...
     def ways(self) -> list: ...
 
-@dataclass(eq=False)
+@dataclass
 class LevelTrack(Track):
     meter: Meter
     limits: Limits
