@@ -11,7 +11,6 @@ __all__ = ['missing_parts', 'same_bits', 'Copy', 'Facts', 'facts_of', 'given', '
 import gc
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
@@ -65,9 +64,8 @@ def same_bits(
     """
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device): return False
     if a.dtype.is_complex: a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    if a.is_floating_point():
-        kind = _whole_numbers[a.element_size()]
-        a, b = a.detach().view(kind), b.detach().view(kind)
+    kind = _whole_numbers[a.element_size()]
+    a, b = a.detach().view(kind), b.detach().view(kind)
     return torch.equal(a, b)
 
 # %% ../../nbs/measure/10_traces.ipynb #e71b7c23
@@ -311,9 +309,7 @@ def over(
     -------
     Tensor
     """
-    # what is made in inference mode does not count its changes
-    normal = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-    with normal:
+    with torch.inference_mode(False):   # what is made in inference mode does not count its changes
         return torch.empty(0, dtype=out.dtype, device=out.device).set_(storage, out.offset, out.shape, out.stride)
 
 def stand_in(
