@@ -832,7 +832,7 @@ def path_start(
     """
     lowest = np.average(b.low, weights=b.weights)
     most, least = 1 - lowest/100, 1 - b.target/100
-    if not 0 < least < most: return 0, {}
+    if least <= 0: return 0, {}
     whole_way = math.log(least/most)/math.log(path_factor)
     half_way = round(whole_way/2)
     affordable = math.floor((calls/2 - len(baselines))/(look_cost + 1))
