@@ -1307,7 +1307,6 @@ def search_plan(
     SearchResult
         `plan` is a `Plan`
     """
-    report_fn = as_report_fn(report_fn, report_higher_is_better, True, sample)
     _check_counted(budget, cost)
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_sample(model, sample)
@@ -1316,6 +1315,7 @@ def search_plan(
         problem, budgets, applier, first, about = set_up(
             sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data, layers,
             layer_types)
+        report_fn = as_report_fn(report_fn, report_higher_is_better, first.higher_is_better, sample)
         used = [methods[m] for c in problem.choices for m in c.methods]
         for f in (eval_fn, report_fn): check_training(f, used)
         tick()
