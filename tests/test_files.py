@@ -26,7 +26,9 @@ from fasterai_sens import (
     Pruner,
     QuantizeCallback,
     Sparsifier,
+    agp,
     compress_to_size,
+    hold,
     load_compressed,
     method,
     n_bytes,
@@ -503,3 +505,35 @@ def test_recipe(tmp_path):
         fresh.load_state_dict(model.state_dict())
         assert torch.equal(outputs(fresh, x), outputs(model, x))
         with unchanged(fresh), pytest.raises(ValueError): recipe.replay(fresh, x)
+
+
+def pruned_in(way, net, x, targets):
+    """A network whose channels were taken out for good, in one of the ways there are"""
+    if way == "Pruner": Pruner(net, targets, example_inputs=x[:1]).prune_model()
+    elif way == "Plan.apply": Plan(pruning=targets).apply(net, x[:1])
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), .01)
+        with hold(net, targets, agp, 2, sample=x[:1], optimizer=optimizer) as step:
+            for _ in range(2):
+                net(x).square().mean().backward()
+                optimizer.step()
+                step()
+    return net
+
+
+@pytest.mark.parametrize("way", ["Pruner", "Plan.apply", "hold"])
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
+def test_what_is_pruned_is_not_pruned_again(way, copied, tmp_path):
+    """The targets of a network that has lost its channels are in it already; other targets are asked about."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)).eval()
+    targets = LayerTargets({"0": 50, "2": 50}, method="pruning")
+    small = pruned_in(way, deepcopy(net), x, targets).eval()
+    if copied: small = deepcopy(small)
+    save_compressed(small, targets, tmp_path/"small.safetensors")
+    back = load_compressed(tmp_path/"small.safetensors", deepcopy(net))
+    assert [back[0].out_channels, back[2].out_channels] == [4, 8] and torch.equal(back(x), small(x))
+    with pytest.raises(ValueError, match="already: give plan=None"): save_compressed(small, LayerTargets({"0": 25}, method="pruning"), tmp_path/"again.safetensors")
+    save_compressed(small, LayerTargets({"0": 25}, method="pruning"), tmp_path/"again.safetensors", sample=x[:1], applied=False)
+    assert load_compressed(tmp_path/"again.safetensors", deepcopy(net))[0].out_channels == 3

@@ -21,7 +21,7 @@ from ..core.keeping import keep_modules
 from ..core.signals import PutBack, PutBackOnError, uncut
 from ..core.checks import check_count, format_table, unknown_name
 from ..core.saving import Saved
-from ..core.plans import LayerTargets, check_method
+from ..core.plans import LayerTargets, check_method, note_reshaped
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, find_units, look_ups
 from ..core.counters import count_flops_params
@@ -375,6 +375,7 @@ class Pruner:
         verbose:bool=True,    # show a progress bar, if finding the groups takes long
     ):
         ratio = check_ratios(pruning_ratio, context)
+        self.asked = dict(pruning_ratio) if isinstance(pruning_ratio, Mapping) else pruning_ratio
         self.schedule = check_rising(schedule)
         self.round_to = check_count(round_to, "round_to")
         self.steps = check_count(steps, "steps")
@@ -545,6 +546,7 @@ def prune_to(self:Pruner,
     if agree is not None: chosen = agree(chosen)
     swaps = self._cut(chosen)
     self.share = share
+    note_reshaped(self.model, "pruning", self.asked)
     return swaps
 
 # %% ../../nbs/methods/11_pruner.ipynb #232ee698
@@ -626,6 +628,7 @@ def replay(self:Recipe,
             parts = []
             for name, granules in cut.items(): parts += groups[name].parts_of(granules)
             if parts: next(iter(groups.values())).graph.cut(parts)
+    note_reshaped(model, "pruning", self.cuts)
 
 @patch(as_prop=True)
 def recipe(self:Pruner)->Recipe:

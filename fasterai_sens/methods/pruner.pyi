@@ -27,6 +27,7 @@ def model_size(model: nn.Module, sample) -> dict: ...
 def bound_for(steps: int, criteria, model: nn.Module, calibration_data, sample) -> Criterion: ...
 
 class Pruner:
+    asked: Any
     schedule: Any
     round_to: Any
     steps: Any

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Entry', 'model_tensors', 'sizes_of', 'set_sizes', 'same_bits', 'Way', 'pack_entry', 'check_entry', 'unpack_entry',
-           'plans_in_force', 'ways_of', 'check_promise', 'as_plan', 'check_untouched', 'in_effect', 'pack_model',
-           'save_compressed', 'Filler', 'load_compressed', 'describe_compressed']
+           'plans_in_force', 'ways_of', 'check_promise', 'is_in_force', 'as_plan', 'check_untouched', 'in_effect',
+           'pack_model', 'save_compressed', 'Filler', 'load_compressed', 'describe_compressed']
 
 # %% ../../nbs/plans/14_files.ipynb #3875afc9
 import json
@@ -26,7 +26,7 @@ from ..core.keeping import Spare, forget_casts, keep_grads, keep_modules
 from ..core.signals import PutBack, PutBackOnError
 from ..core.state import leave_no_trace
 from ..core.protocol import Codes, Footprint, has_own, in_turn, methods
-from ..core.plans import LayerTargets, Plan
+from ..core.plans import LayerTargets, Plan, reshaped_by
 from ..core.layers import all_units, check_model, place
 from ..core.counters import n_bytes
 from fasterai_sens.core.packing import (
@@ -493,6 +493,34 @@ def check_promise(
                      "this plan is not in force in the model, or was lifted since; "
                      "with applied=False it is carried out for the file")
 
+# %% ../../nbs/plans/14_files.ipynb #b2d0c1e1
+def is_in_force(
+    model:nn.Module, # any model
+    plan:Plan,       # any plan
+)->bool:
+    """Whether the plan was carried out on the model, or is all that has changed its shapes
+
+    Raises ValueError if a method of the plan has changed them to other targets, or if not all of the plan did.
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+    plan : Plan
+        any plan
+
+    Returns
+    -------
+    bool
+    """
+    if is_carried_out(model, plan): return True
+    done = reshaped_by(model)
+    again = [name for name, targets in plan.items() if name in done and any(targets.values())]
+    if not again: return False
+    if len(plan) == 1 and done[again[0]] == dict(plan[again[0]]): return True
+    raise ValueError(f"{again[0]} was carried out on this model already: give plan=None or applied=True to write it "
+                     "as it is, applied=False to carry the plan out on what is left")
+
 # %% ../../nbs/plans/14_files.ipynb #39202b91
 def as_plan(
     plan, # a `Plan`, targets of one method, or None
@@ -566,7 +594,7 @@ def in_effect(
     **data
         sample, criteria, calibration data and reconstruct
     """
-    if applied is None: applied = plan is not None and is_carried_out(model, plan)
+    if applied is None: applied = plan is not None and is_in_force(model, plan)
     if plan is None or applied:
         yield
         return
