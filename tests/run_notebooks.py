@@ -17,6 +17,7 @@ import matplotlib.pyplot  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch_pruning  # noqa: F401
 import torchvision  # noqa: F401
+from joblib.externals.loky import get_reusable_executor
 from nbdev.test import test_nb
 
 root = Path(__file__).parent.parent
@@ -34,6 +35,7 @@ def find_notebooks(places):
 def run(path):
     """The process of one notebook: its exit status says whether all cells ran"""
     passed, _ = test_nb(path, basepath=root)
+    get_reusable_executor(reuse=True).shutdown(kill_workers=True)  # or a forked process waits five minutes for its workers
     sys.exit(not passed)
 
 
