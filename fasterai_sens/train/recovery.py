@@ -37,7 +37,7 @@ from ..core.inputs import FirstBatches, tensors_in
 from ..core.layers import all_units, find_units, target_units
 from ..core.journal import check_again, digest_of, open_journal
 from fasterai_sens.core.checkpoint import (
-    model_tensors, put_tensors, read_checkpoint, set_random_state, write_checkpoint
+    parameters_and_buffers, put_tensors, read_checkpoint, set_random_state, write_checkpoint
 )
 from ..core.calibration import is_asked
 from ..methods.criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
@@ -801,7 +801,7 @@ def write(self:StageBook,
     """
     if self.journal is None or self.read(i): return
     file = None
-    if row["passed"]: file = write_checkpoint(self.path(i), model_tensors(self.learn.model), self.loaders)
+    if row["passed"]: file = write_checkpoint(self.path(i), parameters_and_buffers(self.learn.model), self.loaders)
     self.journal.record(f"stage {i}", dict(row=row, skipped=skipped, file=file))
 
 @patch
