@@ -3840,6 +3840,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'fasterai_sens.plans.files._key': ('plans/files.html#_key', 'fasterai_sens/plans/files.py'),
                                            'fasterai_sens.plans.files._name_of': ( 'plans/files.html#_name_of',
                                                                                    'fasterai_sens/plans/files.py'),
+                                           'fasterai_sens.plans.files._note_done': ( 'plans/files.html#_note_done',
+                                                                                     'fasterai_sens/plans/files.py'),
                                            'fasterai_sens.plans.files._order_of': ( 'plans/files.html#_order_of',
                                                                                     'fasterai_sens/plans/files.py'),
                                            'fasterai_sens.plans.files._plain_tensor': ( 'plans/files.html#_plain_tensor',

@@ -537,3 +537,35 @@ def test_what_is_pruned_is_not_pruned_again(way, copied, tmp_path):
     with pytest.raises(ValueError, match="already: give plan=None"): save_compressed(small, LayerTargets({"0": 25}, method="pruning"), tmp_path/"again.safetensors")
     save_compressed(small, LayerTargets({"0": 25}, method="pruning"), tmp_path/"again.safetensors", sample=x[:1], applied=False)
     assert load_compressed(tmp_path/"again.safetensors", deepcopy(net))[0].out_channels == 3
+
+
+@pytest.mark.parametrize("saved", ["carried out for the file", "carried out before", "with plan=None"])
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
+@pytest.mark.parametrize("plan", [Plan(pruning={"0": 50, "4": 50}), Plan(low_rank={"13": 50}), Plan(quantization={"4": 3}, sparsity={"0": 60})], ids=list)
+def test_what_was_loaded_is_not_compressed_again(plan, saved, copied, tmp_path):
+    """A model from a file, saved with the plan that it was saved with, comes back as it is or is asked about."""
+    torch.manual_seed(0)
+    x, net = torch.randn(2, 3, 8, 8), conv_net()
+    small, asked = deepcopy(net), None if saved == "with plan=None" else plan
+    if saved != "carried out for the file": plan.apply(small, x)
+    save_compressed(small, asked, tmp_path/"first", sample=x)
+    first = load_compressed(tmp_path/"first", deepcopy(net))
+    again = deepcopy(first) if copied else first
+    with unchanged(again):
+        if "low_rank" in plan and (copied or asked is None):   # the layers that the plan names are gone
+            with pytest.raises(KeyError, match="TwoLayers"): save_compressed(again, plan, tmp_path/"second", sample=x)
+            save_compressed(again, plan, tmp_path/"second", applied=True)
+        else: save_compressed(again, plan, tmp_path/"second", sample=x)
+    assert same(load_compressed(tmp_path/"second", deepcopy(net)), first)
+
+
+def test_files_that_do_not_say_what_was_reshaped(tmp_path):
+    """Files of the versions before say nothing of it, and are read; one that says nonsense is refused."""
+    net = three_layers()
+    save_compressed(net, None, tmp_path/"a")
+    about, tensors = about_of(tmp_path/"a")
+    del about["listed"], about["reshaped"]
+    write_archive(tmp_path/"old", tensors, about)
+    assert same(load_compressed(tmp_path/"old", three_layers()), net)
+    write_archive(tmp_path/"bad", tensors, dict(about, reshaped=3))
+    with unchanged(other := three_layers()), pytest.raises(ValueError, match="damaged"): load_compressed(tmp_path/"bad", other)

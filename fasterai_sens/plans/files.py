@@ -26,7 +26,7 @@ from ..core.keeping import Spare, forget_casts, keep_grads, keep_modules
 from ..core.signals import PutBack, PutBackOnError
 from ..core.state import leave_no_trace
 from ..core.protocol import Codes, Footprint, has_own, in_turn, methods
-from ..core.plans import LayerTargets, Plan, reshaped_by
+from ..core.plans import LayerTargets, Plan, note_reshaped, reshaped_by
 from ..core.layers import all_units, check_model, place
 from ..core.counters import n_bytes
 from fasterai_sens.core.packing import (
@@ -35,7 +35,7 @@ from fasterai_sens.core.packing import (
 from ..methods.criteria import large_final
 from ..methods.widths import n_params
 from fasterai_sens.plans.applier import (
-    as_written, carry_out, footprint, inner_changes, is_carried_out, outline_at, settings_of
+    as_written, carry_out, footprint, inner_changes, is_carried_out, note_carried_out, outline_at, settings_of
 )
 
 # %% ../../nbs/plans/14_files.ipynb #067e1f37
@@ -656,6 +656,7 @@ def pack_model(
         tensors=entries,
         methods={name: data for name, data in left.items() if data is not None},
         sizes=sizes_of(model),
+        reshaped=reshaped_by(model),
         training=[name for name, m in model.named_modules() if m.training])
     return tensors, about
 
@@ -828,7 +829,13 @@ def _fill(archive:Archive, model:nn.Module):
         filler.put(entry, t)
     training = set(archive.about["training"])
     for name, module in model.named_modules(): module.training = name in training
+    _note_done(model, archive.about)
     forget_casts()
+
+def _note_done(model:nn.Module, about:dict):
+    "Remember in a model from a file what was done to it, so that it is not done again when it is saved with its plan"
+    for name, targets in about.get("reshaped", {}).items(): note_reshaped(model, name, targets)   # older files say nothing
+    if about["plan"] and about["plan"].keys() <= methods.keys(): note_carried_out(model, Plan(about["plan"]))
 
 _unreadable = KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError
 
