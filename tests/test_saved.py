@@ -141,7 +141,7 @@ def everything(model, x, loss):
     analyzer = SensitivityAnalyzer(model, x, loss, higher_is_better=False, metric_name="loss")
     sparse, bits = analyzer.sweep("sparsity", levels=[30, 60]), analyzer.sweep("quantization", levels=[4, 8])
     return [analyzer.analyze("sparsity", 50), sparse, sparse.to_layer_targets(model, 50), bits.to_bit_plan(model, target_bits=6),
-        search_plan(model, x, loss, sparse, "80%", "bytes"),
+        search_plan(model, x, loss, sparse, "80%", "bytes", evaluations=15),
         analyze_degradation(model, x, loss, [50], "sparsity", higher_is_better=False)]
 
 def test_names_survive(named, tmp_path, capsys):

@@ -39,7 +39,10 @@ def check_random_plans(applier, n=3):
 families = {**{name: make for name, make in SHORT.items() if name != "vit"}, "squeezenet": models.squeezenet1_1, "mobilenet_v3": models.mobilenet_v3_small}
 
 
-@pytest.mark.parametrize("name", families)
+quick = ("resnet18", "mobilenet_v3")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow]*(name not in quick)) for name in families])
 def test_computed_is_counted_on_families(name):
     """Residual, depthwise, grouped, joined, squeezed and scaled layers."""
     torch.manual_seed(0)

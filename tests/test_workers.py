@@ -360,7 +360,7 @@ def test_estimate_is_checked_by_workers(analyzer):
     assert repr(here.agreement) == repr(there.agreement) and plain(here) == plain(there)
 
 
-@pytest.mark.parametrize("compression", ["pruning", "sparsity", "quantization", "low_rank"])
+@pytest.mark.parametrize("compression", ["pruning", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparsity", "quantization", "low_rank"))])
 def test_degradation_to_the_bit(compression):
     """Sizes side by side; only the latency, which is timed here, is another number"""
     net = small_net()
