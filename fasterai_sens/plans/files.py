@@ -815,6 +815,7 @@ def _check_complete(model:nn.Module, names:set):
     missing = [name for name in wanted if name not in names]
     if missing: raise ValueError(f"the file has no {missing[0]!r}: is the model of the same class?"[:300])
 
+# %% ../../nbs/plans/14_files.ipynb #b7c0e1d4
 def _fill(archive:Archive, model:nn.Module):
     "Put what the file has into a fresh model. Raises ValueError if it does not fit"
     _prepare(model, archive.about)
@@ -834,7 +835,8 @@ def _fill(archive:Archive, model:nn.Module):
 
 def _note_done(model:nn.Module, about:dict):
     "Remember in a model from a file what was done to it, so that it is not done again when it is saved with its plan"
-    for name, targets in about.get("reshaped", {}).items(): note_reshaped(model, name, targets)   # older files say nothing
+    reshaped = about.get("reshaped", {})   # files of the first versions say nothing of it
+    for name, targets in reshaped.items(): note_reshaped(model, name, targets)
     if about["plan"] and about["plan"].keys() <= methods.keys(): note_carried_out(model, Plan(about["plan"]))
 
 _unreadable = KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError
