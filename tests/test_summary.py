@@ -46,10 +46,35 @@ def test_nothing_is_fragile_whose_interval_holds_0(capsys):
     rows = [row("sure", .1, (.05, .15)), row("perhaps", .2, (-.1, .5)), row("just", .15, (0., .3)), row("flat", 0., (0., 0.)), row("gain", -.1, (-.2, -.05)), row("alone", .05)]
     for found in (result(rows), SweepResult([result(rows), result(rows, 80)])):
         fragile, robust, text = lists(found, capsys, 6)
-        assert fragile == ["sure", "alone"] and set(robust) == {"gain", "flat", "just", "perhaps"}
+        assert fragile == ["sure", "alone"] and robust == ["gain", "flat"]   # of the less damaged half
+        assert "not told apart from no damage (the interval holds 0): perhaps, just\n" in text
         fragile, robust, text = lists(found, capsys, 1)
         assert (fragile, robust) == (["sure"], ["gain"])
         assert "not told apart from no damage (the interval holds 0): perhaps, just, flat" in text
+
+
+def test_what_is_fragile_goes_by_what_ranks(capsys):
+    """By the interval of the objective where layers are ranked by it, whatever that of the metric holds."""
+    noise, clear = (-.1, .1), (.1, .2)
+    rows = [row("first", 0., noise, rise=.9, objective_ci=(.8, 1.)), row("second", .15, clear, rise=.5, objective_ci=(-.1, 1.1)),
+            row("third", .15, clear, rise=.2, objective_ci=(.1, .3)), row("last", .15, clear, rise=.1, objective_ci=(-.1, .3))]
+    for found in (result(rows), SweepResult([result(rows), result(rows, 80)])):
+        fragile, robust, text = lists(found, capsys)
+        assert fragile == ["first", "third"] and robust == ["last"]
+        assert "not told apart from no damage (the interval holds 0): second\n" in text
+        assert "robust: of the less damaged half" in text
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 20])
+def test_no_damaged_layer_of_the_first_rank_is_robust(n, capsys):
+    """Even if chance may explain every damage, and if all are shown; what did no damage at all is robust wherever it stands."""
+    rows = [row(f"layer{i}", .01*(i + 1), (-.5, .5)) for i in range(n)]
+    none = [row(f"layer{i}", 0., (0., 0.)) for i in range(n)]
+    for harmed, unharmed in ((result(rows), result(none)), (SweepResult([result(rows)]), SweepResult([result(none)]))):
+        fragile, robust, _ = lists(harmed, capsys, n)
+        assert fragile == [] and robust == [f"layer{i}" for i in range(n - n//2)]
+        fragile, robust, _ = lists(unharmed, capsys, n)
+        assert fragile == [] and len(robust) == n
 
 
 def test_nothing_that_broke_the_model_or_was_not_measured_is_robust(capsys):

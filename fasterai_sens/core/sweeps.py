@@ -418,14 +418,15 @@ def _end_lines(self:SweepResult, by:str, top:int)->list:
         "Whether there is damage at any level"
         at_levels = curves[row.name].values()
         return any(is_fragile(at, by) for at in at_levels)
+    def damages(row): return rising_damages(curves[row.name], ladder, by)
+    def harmed(row): return damages(row)[-1] > 0
     def survives(row):
         "Whether the mildest level did not break the model"
-        damages = rising_damages(curves[row.name], ladder, by)
-        return math.isfinite(damages[0])
+        return math.isfinite(damages(row)[0])
     def cells(row): return _cells(row, curves[row.name], ladder, by)
     most_damaged_first = self.top(len(curves), by=by)
-    parts = divide(most_damaged_first, fragile, survives, top)
-    return both_ends(parts, ["rank", "", "", *self._level_titles()], cells)
+    parts = divide(most_damaged_first, fragile, harmed, survives, top)
+    return both_ends(parts, ["rank", "", "", *self._level_titles()], cells, by)
 
 @patch
 def summary(self:SweepResult,

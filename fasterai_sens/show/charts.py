@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['green', 'amber', 'red', 'hues', 'grey', 'broken_color', 'symbols', 'brown', 'shortened', 'layer_axis', 'signed',
-           'hover_lines', 'quantity', 'damage_by', 'interval_by', 'is_unsure', 'arms', 'dots', 'level_axis',
-           'results_at', 'cells_of', 'color_bar', 'heat', 'curve', 'named_curve', 'other_curves', 'lines', 'bars',
-           'ranking', 'sizes']
+           'hover_lines', 'quantity', 'damage_by', 'arms', 'dots', 'level_axis', 'results_at', 'cells_of', 'color_bar',
+           'heat', 'curve', 'named_curve', 'other_curves', 'lines', 'bars', 'ranking', 'sizes']
 
 # %% ../../nbs/show/02_charts.ipynb #3a1721c4
 import math
@@ -14,7 +13,7 @@ from collections.abc import Callable
 
 from ..core.plans import LayerTargets
 from ..core.protocol import scale_of
-from ..core.results import SensitivityResult, ci_text, damage, label
+from ..core.results import SensitivityResult, ci_text, damage, holds_zero, interval_by, label
 from ..core.sweeps import SweepResult
 from ..plans.degradation import DegradationResult
 from ..plans.meter import SearchResult
@@ -113,7 +112,7 @@ def hover_lines(
     if row.objective_delta is not None:
         interval = f", 95 % {ci_text(row.objective_ci)}" if row.objective_ci else ""
         lines.append(f"{result.objective_name} {signed(row.objective_delta)}{interval}")
-    if is_unsure(row, "metric"): lines.append("not told apart from no damage")
+    if holds_zero(row, "metric"): lines.append("not told apart from no damage")
     return tuple(lines)
 
 def quantity(
@@ -153,45 +152,6 @@ def damage_by(
     float
     """
     return row.objective_delta if by == "objective" else row.delta
-
-def interval_by(
-    row,    # a `LayerSensitivity`
-    by:str, # "metric" or "objective"
-)->tuple|None:
-    """The 95 % interval of the damage, if there is one
-
-    Parameters
-    ----------
-    row
-        a `LayerSensitivity`
-    by : str
-        "metric" or "objective"
-
-    Returns
-    -------
-    tuple|None
-    """
-    return row.objective_ci if by == "objective" else row.ci
-
-def is_unsure(
-    row,    # a `LayerSensitivity`
-    by:str, # "metric" or "objective"
-)->bool:
-    """Whether the interval holds 0
-
-    Parameters
-    ----------
-    row
-        a `LayerSensitivity`
-    by : str
-        "metric" or "objective"
-
-    Returns
-    -------
-    bool
-    """
-    low, high = interval_by(row, by) or (1, 1)
-    return low <= 0 <= high
 
 def arms(
     rows:list,  # of `LayerSensitivity`
@@ -238,7 +198,7 @@ def dots(
     Chart
     """
     rows = result.ranked
-    colors = [grey if is_unsure(row, "metric") else red for row in rows]
+    colors = [grey if holds_zero(row, "metric") else red for row in rows]
     texts = [hover_lines(row, result) for row in rows]
     trace = dict(type="scatter", mode="markers", x=list(range(len(rows))), y=[row.delta for row in rows])
     trace |= dict(marker=dict(color=colors, size=8), error_y=arms(rows, "metric"))
@@ -372,7 +332,7 @@ def heat(
     def special(row, _):
         "1 where the metric broke, 0 where the interval holds 0"
         if not math.isfinite(damage(row, by)): return 1
-        return 0 if is_unsure(row, by) else None
+        return 0 if holds_zero(row, by) else None
     share_of = cells_of(sweep, lambda row, _: _share(damage(row, by), top))
     steps = [[i/(len(brown) - 1), color] for i, color in enumerate(brown)]
     shared = dict(type="heatmap", x=sweep.ladder, hoverongaps=False, zmin=0, zmax=1)
@@ -443,7 +403,7 @@ def named_curve(
     trace = curve(rows, at, by) | dict(mode="lines+markers", name=name)
     trace["line"] = dict(color=color)
     trace["error_y"] = arms(many, by, color)
-    marks = [symbol + "-open" if is_unsure(row, by) else symbol for row in many]
+    marks = [symbol + "-open" if holds_zero(row, by) else symbol for row in many]
     trace["marker"] = dict(symbol=marks, size=8)
     return trace
 

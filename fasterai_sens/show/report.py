@@ -19,7 +19,7 @@ from ..core.counters import n_bytes
 from ..core.plans import LayerTargets, Plan
 from ..core.protocol import scale_of
 from fasterai_sens.core.results import (
-    SensitivityResult, baseline_text, ci_text, damage, first_names, goes_by, holds_zero, is_fragile, label, noise_text
+    SensitivityResult, baseline_text, ci_text, ends_of, first_names, goes_by, holds_zero, interval_by, label, noise_text
 )
 from ..core.sweeps import SweepResult, mean_damage, rising_damages
 from ..plans.applier import Applier
@@ -28,7 +28,7 @@ from ..plans.meter import SearchResult
 from ..plans.sizes import cost_name
 from ..plans.verdicts import Validation
 from ..train.stages import RecoveryResult
-from .charts import bars, cells_of, damage_by, dots, heat, interval_by, lines, quantity, ranking, signed, sizes
+from .charts import bars, cells_of, damage_by, dots, heat, lines, quantity, ranking, signed, sizes
 from .page import page
 from .parts import Column, Listing, Remarks, Section, worst
 
@@ -201,13 +201,11 @@ def ends(
     def say(some):
         texts = [f"{label(row)} ({signed(damage_by(row, by))})" for row in some]
         return ", ".join(texts) or "none"
-    fragile = [row for row in rows if is_fragile(row, by)][:most]
-    taken = {row.name for row in fragile}
-    whole = [row for row in reversed(rows) if row.name not in taken and math.isfinite(damage(row, by))]
-    unsure = [label(row) for row in rows if holds_zero(row)]
-    pairs = [("most fragile", say(fragile)), ("most robust", say(whole[:most]))]
+    fragile, robust, _ = ends_of(rows, by, most)
+    unsure = [label(row) for row in rows if holds_zero(row, by)]
+    pairs = [("most fragile", say(fragile)), ("most robust", say(robust))]
     if not unsure: return pairs
-    text = f"{first_names(unsure)}: the interval of the metric holds 0"
+    text = f"{first_names(unsure)}: the interval of the {by} holds 0"
     return [*pairs, ("not told apart from no damage", text)]
 
 def model_pairs(
