@@ -594,7 +594,7 @@ def left_out_lines(
     return _lines_by_reason("skipped", skipped) + _lines_by_reason("no 95 % interval", no_ci)
 
 # %% ../../nbs/core/08_results.ipynb #40c5d28d
-WHAT_ENDS_MEAN = ("rank 1: most damaged (=: shared, as intervals overlap); fragile: damaged beyond chance; "
+WHAT_ENDS_MEAN = ("rank 1: most damaged (=: shared, the order is not settled); fragile: damaged beyond chance; "
                   "robust: of the less damaged half")
 
 def _section(title:str, lines:list)->list:
