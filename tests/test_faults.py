@@ -266,6 +266,59 @@ def test_faults_in_an_estimate(kind, where):
             assert changes(before, fingerprint(net)) == [], at
 
 
+OTHERS = {
+    "other samples": lambda found: tuple(t[:40] for t in found), "one number": lambda found: found[0].mean(), "no objective": lambda found: found[0],
+    "other samples of the objective": lambda found: (found[0], found[1][:40]), "sequences": lambda found: tuple(t.view(8, 8) for t in found)}
+
+
+def per_sample(of=None, at=None):
+    """Right and wrong with the cross-entropy of each sample; at one of its calls something of another shape"""
+    _, x, y = network()
+    calls = []
+
+    def eval_fn(model):
+        calls.append(1)
+        with torch.no_grad():
+            out = model(x)
+        found = (out.argmax(1) == y).float(), nn.functional.cross_entropy(out, y, reduction="none")
+        return OTHERS[of](found) if len(calls) == at else found
+    eval_fn.calls = calls
+    return eval_fn
+
+
+@pytest.mark.parametrize("method,of", zip([*LEVELS, "sparsity"], OTHERS, strict=True))
+def test_other_scores_than_the_baseline_has(method, of, tmp_path):
+    """They are the fault of the layer that was measured, which the error names or `skipped` lists; and no journal keeps them"""
+    net, x, _ = network()
+    before = fingerprint(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = repr([result.as_dict() for result in sweep(method, net, x, per_sample())])
+        for at in (2, 4):
+            journal = tmp_path / f"{at}"
+            with pytest.raises(ValueError) as e:
+                sweep(method, net, x, per_sample(of, at), journal=journal)
+            assert any(note.startswith("while ") and "untouched" not in note for note in e.value.__notes__)
+            found = sweep(method, net, x, per_sample(of, at), on_error="skip")
+            assert any("could not be evaluated: ValueError" in why for result in found for _, why in result.skipped)
+            assert repr([result.as_dict() for result in sweep(method, net, x, per_sample(), journal=journal)]) == expected
+    assert changes(before, fingerprint(net)) == []
+
+
+@pytest.mark.parametrize("entry", ["degradation", "search"])
+def test_other_scores_in_searches_and_sizes(entry, tmp_path):
+    """A plan whose score is that of other samples is an error that names the plan, and no journal keeps it"""
+    net, x, _ = network()
+    expected, whole = run(entry, "sparsity", net, x, per_sample(), tmp_path), per_sample()
+    run(entry, "sparsity", net, x, whole, tmp_path)
+    for at in (2, max(3, len(whole.calls)//2)):   # the last plans of a search are in its journal already
+        journal = tmp_path / f"{at}"
+        with pytest.raises(ValueError) as e:
+            run(entry, "sparsity", net, x, per_sample("other samples", at), tmp_path, journal=journal)
+        assert any(note.startswith("while ") and "untouched" not in note for note in e.value.__notes__)
+        assert repr(run(entry, "sparsity", net, x, per_sample(), tmp_path, journal=journal).as_dict()) == repr(expected.as_dict())
+
+
 class Trains:
     """An evaluation that takes a step of training, which makes all that follows wrong"""
 

@@ -42,7 +42,8 @@ from ..core.layers import all_units
 from ..core.workers import count_workers, spread
 from ..core.journal import check_again
 from fasterai_sens.measure.scores import (
-    Score, as_score, compare, is_noisy, mean_of, refuse_samples, rise_interval, score_data, score_from, why_no_ci
+    Score, as_score, check_comparable, compare, is_noisy, mean_of, refuse_samples, rise_interval, score_data,
+    score_from, why_no_ci
 )
 from .objectives import forget_untouched
 from .finetuned import FineTuned
@@ -1157,8 +1158,12 @@ class Measurement:
 
     def _evaluate(self, p, unit)->Score:
         "The score, as it was measured before or is measured now"
-        known = self.known.get((p.level, unit.name))
-        if known: return known
+        score = self.known.get((p.level, unit.name)) or self._call(p, unit)
+        check_comparable(self.base, score)   # before a journal has it
+        return score
+
+    def _call(self, p, unit)->Score:
+        "The score as it is measured now"
         written = None if _stays_in_unit(p) else self.bench.watch.changed
         def run(eval_fn): return self.bench.score(eval_fn, p, unit)
         calls = [nth_call(self.eval_fn, k) for k in range(self.repeats)]

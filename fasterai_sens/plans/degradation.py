@@ -33,7 +33,7 @@ from ..core.counters import latency
 from ..core.workers import count_workers, spread
 from ..core.calibration import noted
 from ..core.journal import check_again, open_journal
-from ..measure.scores import Score, compare, score_data, score_from, why_no_ci
+from ..measure.scores import Score, check_comparable, compare, score_data, score_from, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_heard, same_score
@@ -703,6 +703,7 @@ def measure_sizes(
         for target, plan in progress(list(plans.items()), verbose and not known):
             if plan:
                 score, ms = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
+                with noting(plan_at_work(plan)): check_comparable(base, score)
                 if journal: journal.record(plan_key("size", plan, 1.), score_data(score))
                 tried.append((f"size {target:g}", partial(carried, steps, plan), same_score(base, score)))
             else: score, ms = base, time_ms(steps, runs)

@@ -26,7 +26,7 @@ from ..core.plans import LayerTargets, Plan
 from ..core.workers import Crew, count_workers
 from ..core.journal import check_again
 from ..methods.sparsify import Sparse
-from ..measure.scores import Score, compare, score_data, score_from, why_no_ci
+from ..measure.scores import Score, check_comparable, compare, score_data, score_from, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.curvature import has_gradients, pieces_of
 from ..measure.data import as_eval_fn
@@ -470,7 +470,10 @@ def measure(self:Meter,
     Score
     """
     eval_fn, _ = self.on(share)
-    with noting(plan_at_work(plan)), self.carry(plan): return evaluate(self.model, eval_fn, around or self.around)
+    with noting(plan_at_work(plan)):
+        with self.carry(plan): score = evaluate(self.model, eval_fn, around or self.around)
+        if share == 1 and self.untouched is not None: check_comparable(self.untouched, score)
+    return score
 
 @patch
 def find(self:Meter,
