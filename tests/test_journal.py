@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -290,6 +291,41 @@ def test_a_second_process_is_refused(tmp_path):
         first.communicate()
     with pytest.raises(ValueError, match="weights"):   # the lock is gone with the process
         Journal(tmp_path / "journal", {}).__enter__()
+
+
+def test_nothing_but_the_journal_is_left_behind(tmp_path):
+    """The lock goes with it: after a whole run, one that was refused, one that ended, and one that took up a killed one"""
+    path = tmp_path/"run.jsonl"
+    def left(): return [p.name for p in tmp_path.iterdir()]
+    sweep(per_sample(), path)
+    assert left() == ["run.jsonl"]
+    with pytest.raises(ValueError): Journal(path, {}).__enter__()   # of something else
+    assert left() == ["run.jsonl"]
+    path.unlink()
+    with pytest.raises(Ends): sweep(per_sample(fail_at=3), path)
+    assert left() == ["run.jsonl"]
+    path.with_suffix(".jsonl.lock").touch()   # as a killed process leaves it
+    sweep(per_sample(), path)
+    assert left() == ["run.jsonl"]
+
+
+def test_a_lock_that_went_while_it_was_taken_is_none(tmp_path):
+    """Of many threads that open and close the same journal never two hold it at once"""
+    path, inside, most, opened = tmp_path/"run.jsonl", [], [], []
+    def open_and_close():
+        for _ in range(200):
+            try:
+                with Journal(path, {}):
+                    inside.append(1)
+                    most.append(len(inside))
+                    opened.append(1)
+                    time.sleep(.0005)
+                    inside.pop()
+            except ValueError: pass   # another one holds it
+    threads = [threading.Thread(target=open_and_close) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert max(most) == 1 and len(opened) > 10 and not path.with_suffix(".jsonl.lock").exists()
 
 
 def lines_of(calls):

@@ -42,6 +42,11 @@ def failing():
         if len(calls) > 2: raise RuntimeError("the disk is full")
         return accuracy(model)
     return dict(model=model, sample=x, eval_fn=fails_later, metric_name="hits", reuse=False)
+
+def smallest_stay():
+    from fasterai_sens.all import small_final
+    model, x, accuracy = job()
+    return dict(model=model, sample=x, eval_fn=accuracy, criteria=small_final)
 """
 
 @pytest.fixture
@@ -68,6 +73,43 @@ def test_from_sweep_to_file(here):
     load_compressed("small.safetensors", set_up("job.py")["model"])
     assert main(["report", "bits.json", "plan.json", "--page", "a.html"]) == 0 and "bits" in (here/"a.html").read_text()
 
+def test_plans_take_what_the_job_says(here):
+    """A plan, and its file, drop the weights that were dropped where it was measured."""
+    assert main(["sweep", "job.py:smallest_stay", "--levels", "50", "--out", "odd.json"]) == 0
+    call = ["plan", "odd.json", "--job", "job.py:smallest_stay", "--budget", "params=60%", "--save", "odd.safetensors"]
+    assert main(call) == 0
+    model = set_up("job.py")["model"]
+    before = [p.detach().abs().clone() for p in model.parameters() if p.ndim == 2]
+    load_compressed("odd.safetensors", model)
+    after = [p for p in model.parameters() if p.ndim == 2 and (p == 0).any()]
+    assert after
+    for old, new in zip(before, (p for p in model.parameters() if p.ndim == 2), strict=True):
+        if (new == 0).any(): assert old[new == 0].min() >= old[new != 0].max()
+
+def test_written_files_say_their_size(here, capsys):
+    """The model's file is named with its bytes, on stderr; stdout is the plan alone."""
+    assert main(["sweep", "job.py", "--levels", "50", "90", "--out", "zeros.json"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "zeros.json", "--job", "job.py", "--budget", "bytes=60%", "--save", "small.safetensors", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert f"small.safetensors: {(here/'small.safetensors').stat().st_size:,} bytes" in err
+    assert json.loads(out)["costs"]["bytes"] < 60/100*json.loads(out)["whole"]["bytes"]
+
+def test_pages_are_asked_for_as_other_files(here, capsys):
+    """`--out` as everywhere, more than one; the older word still goes; a page that nobody named takes the place of none."""
+    assert main(["analyze", "job.py", "--levels", "50", "--out", "a.json"]) == 0
+    capsys.readouterr()
+    assert main(["report", "a.json", "--out", "b.html", "--out", "c.html"]) == 0
+    assert capsys.readouterr().out == "b.html\nc.html\n"
+    assert main(["report", "a.json", "--page", "d.html"]) == 0
+    assert len({(here/name).read_text() for name in ("b.html", "c.html", "d.html")}) == 1
+    (here/"report.html").write_text("a page of somebody else")
+    assert main(["report", "a.json"]) == 2
+    assert (here/"report.html").read_text() == "a page of somebody else" and "report.html is there already" in capsys.readouterr().err
+    assert main(["report", "a.json", "--out", "report.html"]) == 0 and "<html" in (here/"report.html").read_text()
+    (here/"report.html").unlink()
+    assert main(["report", "a.json"]) == 0 and (here/"report.html").exists()
+
 def test_progress_and_results_apart(here, capsys):
     """What is printed while it works is not on stdout."""
     assert main(["analyze", "job.py:slow", "--levels", "50", "--json"]) == 0
@@ -85,6 +127,7 @@ def test_progress_and_results_apart(here, capsys):
     (["sweep", "job.py", "--out", "a.txt"], 2, "a.txt"),
     (["plan", "job.py", "--job", "job.py", "--budget", "bytes=30%"], 2, "not JSON"),
     (["report", "none.json"], 2, "none.json"),
+    (["report", "none.json", "--out", "a.json"], 2, "a.json"),
 ])
 def test_errors_are_one_line(args, code, words, here, capsys):
     """What came and what would do, on stderr; no traceback, nothing on stdout, and `--debug` shows all."""
@@ -93,6 +136,13 @@ def test_errors_are_one_line(args, code, words, here, capsys):
     last = err.strip().splitlines()[-1]
     assert not out and last.startswith("fasterai-sens: ") and words in last and "Traceback" not in err
     with pytest.raises(Exception): main(["--debug", *args])   # noqa: B017
+
+@pytest.mark.parametrize("budget,words", [("12%", "bytes=12%"), ("size=12%", ": unknown cost 'size'; costs are params")])
+def test_budgets_say_of_what(budget, words, here, capsys):
+    """A share alone is no budget; the error writes one."""
+    assert main(["sweep", "job.py", "--levels", "50", "--out", "a.json"]) == 0
+    assert main(["plan", "a.json", "--job", "job.py", "--budget", budget]) == 2
+    assert words in capsys.readouterr().err.strip().splitlines()[-1]
 
 def test_budget_out_of_reach(here):
     """It has a code of its own, for scripts that try the next one."""
@@ -120,14 +170,32 @@ def test_interrupted_and_taken_up_again(here):
     assert len((here/"j.jsonl").read_text().splitlines()) == again and read_any("a.json") == read_any("b.json")
 
 def test_help_teaches(capsys):
-    """Every command, every method and every exit code is in it."""
-    for args in (["--help"], ["sweep", "--help"]):
-        with pytest.raises(SystemExit) as e: main(args)
+    """Every command, every method and every exit code is in it, and what holds where nothing is said."""
+    def help_of(*command):
+        with pytest.raises(SystemExit) as e: main([*command, "--help"])
         assert e.value.code == 0
-    text = capsys.readouterr().out
+        return " ".join(capsys.readouterr().out.split())
+    text = help_of() + help_of("sweep")
     for word in (*methods, "analyze", "estimate", "plan", "report", "130", "bytes=30%"): assert word in text
+    job_is, of_method = "the function is called job if none is named", "(default: sparsity)"
+    for command, words in dict(
+        analyze=[job_is, of_method, "(default: 50 percent or 8 bits)", "granularity=weight", "repeats=1", "metric_name=accuracy"],
+        sweep=[job_is, of_method, "(default: 25 50 75 90 percent or 8 6 4 3 2 bits)", "quant_per_channel=True", "early_stop_mode=None"],
+        estimate=[job_is, of_method, "by=fisher"],
+        plan=[job_is, "combine=()", "locked=()", "latency="],
+        report=["--out", "(default: report.html, if there is none yet)"],
+    ).items():
+        text = help_of(command)
+        for word in words: assert word in text, (command, word)
+    assert "called job unless" in help_of()
     with pytest.raises(SystemExit) as e: main(["measure"])
     assert e.value.code == 2
+
+def test_defaults_in_the_help_are_those_that_hold(here):
+    """A sweep without `--method` and `--levels` is the one that the help speaks of."""
+    assert main(["sweep", "job.py", "--out", "a.json"]) == 0
+    found = read_any("a.json")
+    assert (found[0].compression_type, list(found.levels)) == ("sparsity", [25, 50, 75, 90])
 
 
 def test_verbose_says_what_happens_in_silence(here, capsys):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, Timeout, UnixFileLock
 from torch import Tensor, nn
 
 from .progress import logger
@@ -228,7 +228,7 @@ class Journal:
         except Timeout as e:
             raise ValueError(f"another process is writing to {self.path}; let it end, or give another path") from e
         with ExitStack() as undo:
-            undo.callback(self.lock.release)
+            undo.callback(self._let_go)
             self._open()
             self.undo = undo.pop_all()
         return self
@@ -241,6 +241,10 @@ class Journal:
         self.file = open(self.path, "ab")
         self.file.truncate(n_bytes)
         if not lines: self._write(dict(journal=1, about=self.about))
+    def _let_go(self):
+        "Let others write; on Unix the lock does not take its own file away, which it has to do while it is held"
+        if isinstance(self.lock, UnixFileLock): Path(f"{self.path}.lock").unlink(missing_ok=True)
+        self.lock.release()
     def __exit__(self, *_):
         self.file.close()
         self.undo.close()
