@@ -41,7 +41,8 @@ def small():
     return model, images, *sweeps_of(model, images, ("pruning", "sparsity", "quantization"))
 
 
-@pytest.mark.parametrize(("which", "budget"), [((0,), {"flops": "50%"}), ((1,), {"params": "40%"}), ((2,), {"bytes": "20%"}), ((0, 1, 2), {"bytes": "12%", "flops": "60%"})])
+@pytest.mark.parametrize(("which", "budget"), [((0,), {"flops": "50%"}), ((1,), {"params": "40%"}), ((2,), {"bytes": "20%"}),
+    pytest.param((0, 1, 2), {"bytes": "12%", "flops": "60%"}, marks=pytest.mark.slow)])
 def test_what_it_promises(small, which, budget, tmp_path):
     """Within the budget, never worse than a start on the same data, everything counted, the model as it was, plain data."""
     model, images, sweeps, eval_fn = small
@@ -262,7 +263,7 @@ def searched(small, data_of, objective="loss", which=(1,), budget=None, **option
 joint = (0, 1, 2), {"bytes": "12%", "flops": "60%"}
 
 
-@pytest.mark.parametrize(("objective", "which", "budget"), [("loss", (0,), {"flops": "50%"}), ("loss", (1,), {"params": "40%"}), ("kl", (2,), {"bytes": "20%"}), ("kl", *joint), (None, *joint)])
+@pytest.mark.parametrize(("objective", "which", "budget"), [("loss", (0,), {"flops": "50%"}), ("loss", (1,), {"params": "40%"}), ("kl", (2,), {"bytes": "20%"}), pytest.param("kl", *joint, marks=pytest.mark.slow), (None, *joint)])
 def test_race_keeps_budgets_and_leaves_no_trace(small, data_of, objective, which, budget):
     """With gradients of a loss and of a divergence, and without any; what it found measured no worse than any start, and is worth it outside the search."""
     model, images, *_ = small

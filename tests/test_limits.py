@@ -66,7 +66,7 @@ doors = {   # entry point -> limits -> layer name -> percent
     "sweep": lambda **limits: swept().to_layer_targets(toy(), 35, **limits),
     "allocate": lambda **limits: allocate(swept(), "65%" if {"locked", "bounds"} & set(limits) else "80%", model=toy(), verbose=False, **limits).sparsity,
     "search_targets": lambda **limits: search_targets(toy(), x[:1], spread, 35, evaluations=40, verbose=False, **limits).plan,
-    "search_plan": lambda **limits: search_plan(toy(), x[:1], spread, swept(), f"{smaller(limits)}%", evaluations=15, verbose=False, **limits).plan.sparsity,
+    "search_plan": lambda **limits: search_plan(toy(), x[:1], spread, swept(), f"{smaller(limits)}%", evaluations=6, verbose=False, **limits).plan.sparsity,
     "size": lambda **limits: compress_to_size(toy(), x[:1], smaller(limits), "sparsity", cost="params", verbose=False, **limits).plan,
     "size by curves": lambda **limits: compress_to_size(toy(), x[:1], smaller(limits), "sparsity", cost="params", plan=swept(), verbose=False, **limits).plan,
     "degradation": lambda **limits: analyze_degradation(toy(), x[:1], spread, [smaller(limits)], "sparsity", cost="params", runs=0, verbose=False, **limits)[0].plan,

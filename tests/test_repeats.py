@@ -175,7 +175,7 @@ def test_no_trace():
     assert torch.equal(states[0], torch.get_rng_state()) and states[1:] == (np.random.get_state()[1].tolist(), random.getstate())  # noqa: NPY002
 
 
-@pytest.mark.parametrize("options", [dict(reuse=True), pytest.param(dict(n_jobs=2), marks=pytest.mark.slow), dict(n_jobs=2, reuse=True)])
+@pytest.mark.parametrize("options", [dict(reuse=True), pytest.param(dict(n_jobs=2), marks=pytest.mark.slow), pytest.param(dict(n_jobs=2, reuse=True), marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:eval_fn gives the model other inputs")
 def test_to_the_bit(options):
     """Whoever makes the calls"""
