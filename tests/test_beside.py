@@ -666,6 +666,11 @@ three = {
 }
 
 
+def case(name, wrap, *rest):
+    """Parameters of a test; two wrappers at once are slow."""
+    return pytest.param(name, wrap, *rest, marks=[pytest.mark.slow]*(wrap == "both"))
+
+
 def check_three(name, model, cb):
     """What `three` asks for is there, under the names of the model itself."""
     assert all(reached(cb).values()) and set(reached(cb)) == {"sparse": {"body.3", "head.2"}, "pruned": {"body.0", "body.3"}, "quantized": {"body.3", "head.2"}}[name]
@@ -677,7 +682,7 @@ def check_three(name, model, cb):
         assert is_rounded(model, {"body.3": 3, "head.2": 4})
 
 
-@pytest.mark.parametrize(("name", "wrap", "order"), [(n, w, (11, 80)[(i + j) % 2]) for i, n in enumerate(three) for j, w in enumerate(wraps)])
+@pytest.mark.parametrize(("name", "wrap", "order"), [case(n, w, (11, 80)[(i + j) % 2]) for i, n in enumerate(three) for j, w in enumerate(wraps)])
 def test_wrapped_in_before_fit(tmp_path, trained, name, wrap, order):  # noqa: F811
     learn, cb = learner(tmp_path, state=trained), three[name]()
     own = learn.model
@@ -690,7 +695,7 @@ def test_wrapped_in_before_fit(tmp_path, trained, name, wrap, order):  # noqa: F
 
 prefixes = ["", "module.", "_orig_mod.", "_orig_mod.module."]
 # each pair of two of the three once, in place of all 48
-wrapped_cases = [(list(three)[(i + j) % 3], wrap, prefix) for i, wrap in enumerate(wraps) for j, prefix in enumerate(prefixes)]
+wrapped_cases = [case(list(three)[(i + j) % 3], wrap, prefix) for i, wrap in enumerate(wraps) for j, prefix in enumerate(prefixes)]
 
 
 @pytest.mark.parametrize(("name", "wrap", "prefix"), wrapped_cases)

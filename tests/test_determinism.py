@@ -113,7 +113,8 @@ def elsewhere(hash_seed, *options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", ["1", "2"])
+@pytest.mark.slow
 def test_in_another_process(first, seed):
     """One in which sets and dictionaries of text are hashed otherwise"""
     assert elsewhere(seed) == json.loads(json.dumps(first))

@@ -220,7 +220,8 @@ class Picky:
         return self.inner(model)
 
 
-@pytest.mark.parametrize("kind", ["raises", pytest.param("OutOfMemoryError", marks=pytest.mark.slow), pytest.param("too slow", marks=[has_alarm, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raises", "OutOfMemoryError", pytest.param("too slow", marks=has_alarm)])
 def test_workers_skip_what_failed(kind):
     """Two processes leave out the same layer at the same level as one does, for the same reason, and the rest is the same to the bit; none of them leaves a trace"""
     net, x, _ = network()
