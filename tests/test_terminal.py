@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fasterai_sens.all import SweepResult, load_compressed
+from fasterai_sens.all import SweepResult, describe_compressed, load_compressed
 from fasterai_sens.core.protocol import methods
 from fasterai_sens.show.terminal import main, read_any, set_up
 
@@ -95,6 +95,22 @@ def test_written_files_say_their_size(here, capsys):
     assert f"small.safetensors: {(here/'small.safetensors').stat().st_size:,} bytes" in err
     assert json.loads(out)["costs"]["bytes"] < 60/100*json.loads(out)["whole"]["bytes"]
 
+def test_files_of_models_are_described(here, capsys):
+    """A table with a row for each tensor and their sum, or the rows as JSON, which are those of `describe_compressed`."""
+    main(["sweep", "job.py", "--method", "quantization", "--levels", "3", "8", "--out", "bits.json"])
+    main(["plan", "bits.json", "--job", "job.py", "--budget", "bytes=30%", "--save", "small.safetensors"])
+    capsys.readouterr()
+    assert main(["describe", "small.safetensors"]) == 0
+    head, *lines, last = capsys.readouterr().out.splitlines()
+    rows = describe_compressed("small.safetensors")
+    assert head.split()[:6] == ["tensor", "shape", "written", "method", "level", "bytes"]
+    assert [line.split()[0] for line in lines] == [row["tensor"] for row in rows] == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
+    assert "16 x 8" in lines[0] and "quantization" in lines[0] and len({line.rfind(".") for line in lines}) == 1
+    n, whole = sum(sum(row["bytes"].values()) for row in rows), sum(row["before"] for row in rows)
+    assert last.startswith("all 6") and f" {n:,} " in last and f" {whole:,} " in last
+    assert main(["describe", "small.safetensors", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(rows))
+
 def test_pages_are_asked_for_as_other_files(here, capsys):
     """`--out` as everywhere, more than one; the older word still goes; a page that nobody named takes the place of none."""
     assert main(["analyze", "job.py", "--levels", "50", "--out", "a.json"]) == 0
@@ -128,6 +144,8 @@ def test_progress_and_results_apart(here, capsys):
     (["plan", "job.py", "--job", "job.py", "--budget", "bytes=30%"], 2, "not JSON"),
     (["report", "none.json"], 2, "none.json"),
     (["report", "none.json", "--out", "a.json"], 2, "a.json"),
+    (["describe", "none.safetensors"], 2, "none.safetensors"),
+    (["describe", "job.py"], 2, "job.py"),
 ])
 def test_errors_are_one_line(args, code, words, here, capsys):
     """What came and what would do, on stderr; no traceback, nothing on stdout, and `--debug` shows all."""
@@ -176,7 +194,7 @@ def test_help_teaches(capsys):
         assert e.value.code == 0
         return " ".join(capsys.readouterr().out.split())
     text = help_of() + help_of("sweep")
-    for word in (*methods, "analyze", "estimate", "plan", "report", "130", "bytes=30%"): assert word in text
+    for word in (*methods, "analyze", "estimate", "plan", "report", "describe", "130", "bytes=30%"): assert word in text
     job_is, of_method = "the function is called job if none is named", "(default: sparsity)"
     for command, words in dict(
         analyze=[job_is, of_method, "(default: 50 percent or 8 bits)", "granularity=weight", "repeats=1", "metric_name=accuracy"],

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['pack_bits', 'unpack_bits', 'is_written', 'count_zeros', 'pack_places', 'unpack_places', 'as_known', 'replaced',
-           'write_tensors', 'checksum', 'write_archive', 'Archive', 'open_archive']
+           'write_tensors', 'checksum', 'write_archive', 'Archive', 'open_archive', 'Contents']
 
 # %% ../../nbs/core/18_packing.ipynb #d200e353
 import json
@@ -15,14 +15,17 @@ import zlib
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import format_table, printable
 from .fingerprint import bytes_of
 from .protocol import Footprint
+from .results import html_table
 
 # %% ../../nbs/core/18_packing.ipynb #08092b08
 _piece = 2**16   # numbers at a time, a multiple of 8, so that each piece ends with a byte
@@ -469,3 +472,46 @@ def open_archive(
             about = _read_about(path, file.get_tensor(_about), metadata)
             yield Archive(path, file, about)
     except SafetensorError as e: raise ValueError(f"{path} is not a safetensors file, or it is damaged: {e}") from e
+
+# %% ../../nbs/core/18_packing.ipynb #a7f6bef2
+_columns = "tensor", "shape", "written", "method", "level", "bytes", "of which", "in full", "%"
+_forms = dict(all="whole", map="zeros in a map", places="places")   # see `Footprint`
+
+def _size_cells(parts:dict, before:int)->list:
+    "Bytes, what they are made up of, bytes in full, percent"
+    n = sum(parts.values())
+    made_of = [f"{part} {size:,}" for part, size in parts.items()]
+    if len(made_of) < 2: made_of = []
+    pct = 100*n/before if before else None
+    return [n, ", ".join(made_of), before, pct]
+
+class Contents(list):
+    "What each tensor of a file takes: dictionaries for programs, a table for readers"
+    def cells(self)->list: # of lists
+        """The rows of the table, the last one their sum; a tensor that lies in another one takes nothing
+
+        Returns
+        -------
+        list
+            of lists
+        """
+        found, whole, before = [], {}, 0
+        for row in self:
+            parts = row["bytes"]
+            shape = " x ".join(map(str, row["shape"])) or "one number"
+            written = _forms[row["form"]] if parts else "with another"
+            about = [row["tensor"], shape, written, row["method"], row["level"]]
+            found.append(about + _size_cells(parts, row["before"]))
+            for part, size in parts.items(): whole[part] = whole.get(part, 0) + size
+            if parts: before += row["before"]
+        return [*found, [f"all {len(self)}", None, None, None, None, *_size_cells(whole, before)]]
+    def __repr__(self): return format_table(_columns, self.cells())
+    def _repr_html_(self):
+        "The same in HTML"
+        return html_table(_columns, [map(_in_html, row) for row in self.cells()])
+
+def _in_html(x)->str:
+    "A cell: text that cannot act, numbers to read"
+    if x is None: return ""
+    if isinstance(x, float): return f"{x:,.2f}"
+    return f"{x:,}" if isinstance(x, int) else escape(printable(x))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['about', 'find_job', 'set_up', 'as_option', 'as_budget', 'read_any', 'ending_of', 'write_any', 'measure', 'make_plan',
-           'write_report', 'usual_levels', 'usual_values', 'in_lines', 'about_measuring', 'about_plans', 'level',
-           'command_line', 'exit_code', 'main']
+           'write_report', 'list_contents', 'usual_levels', 'usual_values', 'in_lines', 'about_measuring',
+           'about_plans', 'level', 'command_line', 'exit_code', 'main']
 
 # %% ../../nbs/show/06_terminal.ipynb #70443c1f
 import argparse
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from ..core.packing import Contents
 from ..core.plans import BitPlan, LayerTargets, Plan
 from ..core.counters import n_bytes
 from ..core.progress import log_to
@@ -32,7 +33,7 @@ from ..core.sweeps import SweepResult
 from ..measure.analyzer import SensitivityAnalyzer
 from ..plans.allocate import allocate
 from ..plans.degradation import DegradationResult
-from ..plans.files import save_compressed
+from ..plans.files import describe_compressed, save_compressed
 from ..plans.meter import SearchResult
 from ..plans.verdicts import Validation
 from .report import report
@@ -262,6 +263,22 @@ def write_report(
     found = {Path(path).stem: read_any(path) for path in args.files}
     return "\n".join(str(report(found, path)) for path in pages)
 
+def list_contents(
+    args, # of `describe`
+)->Contents:
+    """What each tensor of a model's file takes
+
+    Parameters
+    ----------
+    args
+        of `describe`
+
+    Returns
+    -------
+    Contents
+    """
+    return Contents(describe_compressed(args.file))
+
 # %% ../../nbs/show/06_terminal.ipynb #44aafc55
 about = """\
 Find out which layers of a network can be compressed, and plan with it.
@@ -273,6 +290,7 @@ eval_fn), or a dictionary with these and options of SensitivityAnalyzer:
   fasterai-sens sweep job.py:mobilenet --method quantization --levels 3 4 8 --journal run.jsonl
   fasterai-sens plan sweep.json --job job.py --budget bytes=30% --out plan.json --save model.safetensors
   fasterai-sens report sweep.json plan.json --out report.html
+  fasterai-sens describe model.safetensors
 
 exit codes: 0 done, 1 the job or its evaluation failed, 2 a wrong call, 3 a budget out of reach, 130 interrupted
 """
@@ -396,10 +414,14 @@ def level(
     """
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
-def _add_output(parser):
-    "Options of every command that has a result"
-    parser.add_argument("--out", action="append", default=[], help="file to write: .json, .csv, .html; may be repeated")
+def _add_json(parser):
+    "How a result is printed"
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of its summary")
+
+def _add_output(parser):
+    "Options of every command that has a result to keep"
+    parser.add_argument("--out", action="append", default=[], help="file to write: .json, .csv, .html; may be repeated")
+    _add_json(parser)
 
 def _add_options(parser, what:str):
     "Options that only the method knows"
@@ -445,6 +467,13 @@ def _add_pages(commands, name:str, what:str):
     usual = f"file to write, .html; may be repeated (default: {_usual_page}, if there is none yet)"
     parser.add_argument("--out", "--page", dest="pages", metavar="OUT", action="append", default=[], help=usual)
 
+def _add_describing(commands, name:str, what:str):
+    "The command that looks into a model's file"
+    parser = commands.add_parser(name, help=what, description=what)
+    parser.set_defaults(run=list_contents)
+    parser.add_argument("file", help="safetensors file that plan --save or save_compressed wrote")
+    _add_json(parser)
+
 # %% ../../nbs/show/06_terminal.ipynb #6ba1ec46
 def command_line()->argparse.ArgumentParser:
     "What the command line takes"
@@ -456,6 +485,7 @@ def command_line()->argparse.ArgumentParser:
     _add_measuring(commands, "estimate", "predict a sweep from a few backward passes")
     _add_planning(commands, "plan", "a level for each layer within a budget")
     _add_pages(commands, "report", "one HTML page of several files")
+    _add_describing(commands, "describe", "what each tensor of a compressed model's file takes")
     loud = dict(action="count", default=argparse.SUPPRESS, help="say what happens in silence; -vv: also each step")
     for each in (parser, *commands.choices.values()): each.add_argument("-v", "--verbose", **loud)
     return parser
@@ -492,7 +522,9 @@ def exit_code(
 
 def _show(result, as_json:bool):
     "The result on stdout"
-    if as_json: sys.stdout.write(json.dumps(result.as_dict(), indent=1, default=str) + "\n")
+    if as_json:
+        plain = result if isinstance(result, list) else result.as_dict()
+        sys.stdout.write(json.dumps(plain, indent=1, default=str) + "\n")
     elif hasattr(result, "summary"): result.summary()
     else: sys.stdout.write(f"{result}\n")
 
