@@ -5,11 +5,14 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 from toys import NarrowResNet
 
+import fasterai_sens
 import fasterai_sens.show.demo as demo
-from fasterai_sens import changes, count_flops_params, fingerprint
+from fasterai_sens import SensitivityAnalyzer, changes, count_flops_params, fingerprint
 
 root = Path(__file__).parent.parent
 pages = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(root)) for p in (root / "docs").glob("*.md"))]
@@ -65,6 +68,21 @@ def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)\)", (root / page).read_text())
     folder = (root / page).parent
     assert [x for x in links if not x.startswith("http") and not (folder / x).exists()] == []
+
+
+def test_table_of_calls_has_one_for_targets_of_every_method():
+    """What it says of targets makes a smaller model of them: by name for three methods, and for the fourth as it stands there."""
+    rows = [line.split(" | ") for line in (root / "README.md").read_text().splitlines() if line.startswith("| ")]
+    calls = {have.strip("| "): re.findall(r"`([^`]+)`", call) for have, _, call in (row for row in rows if len(row) == 3)}
+    assert [getattr(fasterai_sens, name).__name__ for name in calls["targets"]] == ["Sparsifier", "Pruner", "quantize_model"]
+    call, _ = calls["low-rank targets, a plan"]
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).eval(), torch.randn(64, 32)
+    n = sum(p.numel() for p in model.parameters())
+    analyzer = SensitivityAnalyzer(model, x[:1], (x, model(x).argmax(1)))
+    targets = analyzer.sweep("low_rank", [25, 50, 75], verbose=False).to_layer_targets(model, target_pct=40)
+    eval(call, dict(vars(fasterai_sens), targets=targets, model=model, x=x))
+    assert targets.method == "low_rank" and sum(p.numel() for p in model.parameters()) < .7*n
 
 
 def test_readme_is_read_in_a_minute():
