@@ -158,6 +158,67 @@ def test_torn_anywhere(tmp_path):
         sweep(per_sample(), journal=path)
 
 
+def damaged(content, chance):
+    """Some bytes changed, left out or put in"""
+    found = bytearray(content)
+    for _ in range(chance.choice([1, 1, 3, 20])):
+        k, kind = chance.randrange(len(found)), chance.randrange(3)
+        if kind == 0:
+            found[k] ^= chance.randrange(1, 256)
+        elif kind == 1:
+            del found[k:k + chance.choice([1, 10, 200])]
+        else:
+            found[k:k] = chance.randbytes(chance.choice([1, 5]))
+    return bytes(found)
+
+
+@pytest.mark.parametrize("n", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_journals(n, tmp_path):
+    """A ValueError, or the numbers that were measured; a digit that has changed is no measurement"""
+    path, chance, found = tmp_path / "journal", random.Random(n), Counter()
+    expected = repr(sweep(per_sample(), journal=path))
+    content = path.read_bytes()
+    for _ in range(n):
+        path.write_bytes(damaged(content, chance))
+        try:
+            assert repr(sweep(per_sample(), journal=path)) == expected
+            found["the same numbers"] += 1
+        except ValueError:
+            found["ValueError"] += 1
+    assert found["ValueError"] > n / 2 and found["the same numbers"], found
+
+
+def test_journals_that_lie(tmp_path):
+    """Whole lines that no build has written, with or without a checksum: a ValueError, and so to merge them"""
+    path, other = tmp_path / "journal", tmp_path / "other"
+    sweep(per_sample(), journal=other)
+    header, *lines = other.read_bytes().splitlines(keepends=True)
+    key, deep = json.loads(lines[1])["key"], b"[" * 100000 + b"\n"
+    made = [dict(key=key, data=data) for data in ("x", 5, [], {}, {"value": "x"}, {"value": [1, 2]}, {"value": 1., "samples": [[1], 2]}, {"value": 1., "zzz": 1})]
+    made += [dict(key=k, data={"value": 1.}) for k in ("zzz", "5", "[1, 2, 3]", "[[1], 2]")]
+    for line in (5, None, [], {}, {"key": key}, {"key": [1], "data": 2}, {"journal": 1, "about": {}}, *made):
+        path.write_bytes(b"".join([header, lines[0], json.dumps(line).encode() + b"\n", *lines[2:]]))
+        with pytest.raises(ValueError):
+            sweep(per_sample(), journal=path)
+        if line not in made:
+            with pytest.raises(ValueError):
+                merge_journals([other, path], tmp_path / "whole")
+    for start in (b'{"journal": 1}\n', b'{"journal": 1, "about": 5}\n', b'{"journal": 2, "about": {}}\n', deep, b"\xff\xfe{}\n"):
+        path.write_bytes(b"".join([start, *lines]))
+        for use in (lambda: sweep(per_sample(), journal=path), lambda: merge_journals([path], tmp_path / "whole")):
+            with pytest.raises(ValueError):
+                use()
+    with open(path, "wb") as f:   # holes take no room on the disk
+        f.truncate(2**40)
+    began = time.monotonic()
+    with pytest.raises(ValueError):
+        sweep(per_sample(), journal=path)
+    assert time.monotonic() - began < 20
+    path.write_bytes(b"".join([header, *(json.dumps({k: v for k, v in json.loads(line).items() if k != "checksum"}).encode() + b"\n" for line in lines)]))
+    eval_fn = per_sample()   # as an earlier build has written it
+    assert repr(sweep(eval_fn, journal=path)) == repr(sweep(per_sample())) and len(eval_fn.log) == 1
+
+
 def test_what_differs_is_named(tmp_path):
     """Weights, architecture, settings, sample, metric, baseline, versions: nothing is mixed, and the file stays as it is"""
     path = tmp_path / "journal"

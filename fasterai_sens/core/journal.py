@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import platform
+import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from .progress import logger
 from .fingerprint import bytes_of, inner_tensors
 from .inputs import tensors_in
+from .saving import most_bytes
 
 # %% ../../nbs/core/19_journal.ipynb #859a8e57
 def digest_of(
@@ -150,25 +152,56 @@ def differences(
     return found
 
 # %% ../../nbs/core/19_journal.ipynb #0c8e4909
+def _checksum(line:dict)->int:
+    "Of what a line holds"
+    return zlib.crc32(json.dumps(line).encode())
+
+def _line_text(line:dict)->str:
+    "A measurement, with its checksum, as it stands in a file"
+    return json.dumps(line | dict(checksum=_checksum(line))) + "\n"
+
+def _read_line(
+    text:bytes,    # with its line end, if it is whole
+    is_first=False, # of the file
+)->dict:
+    "What a line holds. Raises ValueError or RecursionError if it is torn or damaged"
+    if not text.endswith(b"\n"): raise ValueError("it has no end")
+    found = json.loads(text)
+    if is_first: return found
+    if not isinstance(found, dict): raise ValueError("it is a list, a number or a text")
+    is_measurement = isinstance(found.get("key"), str) and "data" in found
+    if not is_measurement and "void" not in found: raise ValueError("it is no measurement")
+    checksum = found.pop("checksum", None)
+    if checksum in (None, _checksum(found)): return found
+    raise ValueError("its checksum is that of something else")
+
+# %% ../../nbs/core/19_journal.ipynb #b8d2e3f1
 _start = b'{"journal":'   # of each journal
 
 def _lines_of(
     path:Path, # of a journal; may not exist
 )->tuple:      # list of what its whole lines hold; bytes that these take
     "What was written in full. Raises ValueError for a line that is none of a journal"
-    content = path.read_bytes() if path.exists() else b""
-    *whole, rest = content.split(b"\n")   # behind the last line end there is nothing, or a torn line
-    found, n_bytes = [], 0
-    for i, line in enumerate(whole):
-        try: found.append(json.loads(line))
-        except ValueError as e:
-            if i == len(whole) - 1: break   # torn as well
-            raise ValueError(f"line {i + 1} of {path} is damaged: {e}") from e
-        n_bytes += len(line) + 1
-    if found: is_one = isinstance(found[0], dict) and "journal" in found[0]
-    else: is_one = not whole and (rest.startswith(_start) or _start.startswith(rest))   # its first line may be torn
-    if not is_one: raise ValueError(f"{path} is not a journal; give the path of a new file")
+    if not path.exists(): return [], 0
+    found, n_bytes, torn, start = [], 0, None, b""
+    with open(path, "rb") as file:
+        while text := file.readline(most_bytes):
+            if torn: raise ValueError(f"line {len(found) + 1} of {path} is damaged: {torn}") from torn
+            start = start or text[:len(_start)]
+            try: found.append(_read_line(text, not found))
+            except (ValueError, RecursionError) as e: torn = e   # the last line may be
+            else: n_bytes += len(text)
+    if not _is_journal(found, start): raise ValueError(f"{path} is not a journal; give the path of a new file")
     return found, n_bytes
+
+def _is_journal(
+    found:list,  # what the whole lines of a file hold
+    start:bytes, # its first few
+)->bool:
+    "Whether a file was begun as a journal; its first line may be torn"
+    if not found: return _start.startswith(start)
+    first = found[0]
+    return isinstance(first, dict) and first.get("journal") == 1 and isinstance(first.get("about"), dict)
 
 def _records_of(
     lines:list, # from `_lines_of`
@@ -176,7 +209,7 @@ def _records_of(
     "The measurements that hold"
     found = {}
     for line in lines[1:]:
-        if line.get("void"): found.clear()
+        if "void" in line: found.clear()
         else: found[line["key"]] = line["data"]
     return found
 
@@ -204,6 +237,20 @@ def check_about(
     raise ValueError(f"{path} was measured with something else: {some}; give another path, or delete the file")
 
 # %% ../../nbs/core/19_journal.ipynb #91d07ecf
+@contextmanager
+def _alone(
+    path, # of a journal
+):
+    "In the block no other process may write there. Raises ValueError if one does"
+    lock = FileLock(f"{path}.lock")
+    try: lock.acquire(timeout=0)
+    except Timeout as e:
+        raise ValueError(f"another process is writing to {path}; let it end, or give another path") from e
+    try: yield
+    finally:   # on Unix the lock does not take its own file away, which it has to do while it is held
+        if isinstance(lock, UnixFileLock): Path(f"{path}.lock").unlink(missing_ok=True)
+        lock.release()
+
 class Journal:
     """Measurements in a file, to be used in a `with` block
 
@@ -222,13 +269,10 @@ class Journal:
         about:dict, # with what is measured: plain data, compared with what the file says
     ):
         self.path, self.about = Path(path), json.loads(json.dumps(about, default=str))
-        self.lock, self.file, self.records = FileLock(f"{path}.lock"), None, {}
+        self.file, self.records = None, {}
     def __enter__(self):
-        try: self.lock.acquire(timeout=0)
-        except Timeout as e:
-            raise ValueError(f"another process is writing to {self.path}; let it end, or give another path") from e
         with ExitStack() as undo:
-            undo.callback(self._let_go)
+            undo.enter_context(_alone(self.path))
             self._open()
             self.undo = undo.pop_all()
         return self
@@ -240,17 +284,13 @@ class Journal:
         if self.records: logger.info("%s: %d measurements are there already", self.path, len(self.records))
         self.file = open(self.path, "ab")
         self.file.truncate(n_bytes)
-        if not lines: self._write(dict(journal=1, about=self.about))
-    def _let_go(self):
-        "Let others write; on Unix the lock does not take its own file away, which it has to do while it is held"
-        if isinstance(self.lock, UnixFileLock): Path(f"{self.path}.lock").unlink(missing_ok=True)
-        self.lock.release()
+        if not lines: self._write(json.dumps(dict(journal=1, about=self.about)) + "\n")
     def __exit__(self, *_):
         self.file.close()
         self.undo.close()
-    def _write(self, line:dict):
+    def _write(self, line:str):
         "One line, on disk when this returns"
-        self.file.write(json.dumps(line).encode() + b"\n")
+        self.file.write(line.encode())
         self.file.flush()
         os.fsync(self.file.fileno())
     def read(self,
@@ -282,11 +322,11 @@ class Journal:
             what came of it, as plain data
         """
         if key in self.records: return
-        self._write(dict(key=key, data=data))
+        self._write(_line_text(dict(key=key, data=data)))
         self.records[key] = data
     def forget(self):
         "Nothing that was recorded so far holds"
-        if self.records: self._write(dict(void=True))
+        if self.records: self._write(_line_text(dict(void=True)))
         self.records = {}
 
 # %% ../../nbs/core/19_journal.ipynb #95452b91
@@ -356,7 +396,10 @@ def merge_journals(
     paths:Iterable, # of journals, of the same measurement
     to,             # file to write; may be one of them
 )->int:             # how many measurements there are
-    """Put journals together. Raises ValueError for journals of different things, and for measurements that differ
+    """Put journals together
+
+    Raises ValueError for journals of different things, for measurements that differ, and if a process is writing to the
+    file that is to be written.
 
     Parameters
     ----------
@@ -381,9 +424,9 @@ def merge_journals(
             if repr(records.setdefault(key, data)) == repr(data): continue
             raise ValueError(f"{path} says something else of {key} than a journal before it")
     if header is None: raise ValueError("these journals hold nothing")
-    lines = [header, *(dict(key=key, data=data) for key, data in records.items())]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    lines = [_line_text(dict(key=key, data=data)) for key, data in records.items()]
     new = Path(f"{to}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, to)
+    with _alone(to):
+        new.write_text("".join([json.dumps(header) + "\n", *lines]), encoding="utf-8")
+        os.replace(new, to)
     return len(records)

@@ -971,7 +971,7 @@ def write_score(
 def known_scores(
     journal, # `Journal`
 )->dict:     # (level, name of a unit) -> `Score`
-    """What was measured before
+    """What was measured before. Raises ValueError for anything but measurements
 
     Parameters
     ----------
@@ -986,8 +986,11 @@ def known_scores(
     found = {}
     for key, data in journal.records.items():
         if key == "baseline": continue
-        level, name = json.loads(key)
-        found[level, name] = score_from(data)
+        try:
+            level, name = json.loads(key)
+            found[level, name] = score_from(data)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{journal.path} holds {key!r:.60}, which is of no sweep: {e}") from e
     return found
 
 def among_known(

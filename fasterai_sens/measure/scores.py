@@ -146,7 +146,7 @@ def score_data(
 def score_from(
     data:dict, # from `score_data`, perhaps through a file
 )->Score:
-    """The score again
+    """The score again. Raises ValueError for anything else
 
     Parameters
     ----------
@@ -157,7 +157,15 @@ def score_from(
     -------
     Score
     """
-    return Score(**{name: np.array(value) if isinstance(value, list) else value for name, value in data.items()})
+    try: return Score(**{name: _entry(name, value) for name, value in data.items()})
+    except (TypeError, AttributeError) as e: raise ValueError(f"{data!r:.60} is no score: {e}") from e
+
+def _entry(name:str, value):
+    "A number, or an array of numbers. Raises TypeError or ValueError for anything else"
+    found = np.array(value)
+    is_one = name in ("value", "objective")
+    if found.dtype.kind not in "fiu" or found.ndim != (0 if is_one else 1): raise TypeError(f"{name} is {value!r:.60}")
+    return value if is_one else found
 
 # %% ../../nbs/measure/01_scores.ipynb #45db7c5b
 def check_functions(
