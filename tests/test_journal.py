@@ -15,7 +15,7 @@ import torch
 from journal_script import network
 from torch import nn
 
-from fasterai_sens import Refine, SensitivityAnalyzer, Settle, analyze_degradation, evaluation, search_plan, search_targets
+from fasterai_sens import Refine, SensitivityAnalyzer, Settle, analyze_degradation, evaluation, large_final, movement, search_plan, search_targets, wanda
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.journal import Journal, merge_journals
 
@@ -246,6 +246,47 @@ def test_what_differs_is_named(tmp_path):
         other()
     with pytest.raises(ValueError, match="journal"):
         other(adaptive=Settle(threshold=.01))
+
+
+def test_other_calibration_is_named(tmp_path):
+    """What weights are ranked by, ranges are taken from, norms are estimated on and layers are refitted on, also in a loader: other numbers are refused, equal ones are not"""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(64, 8)
+    y = net(x).argmax(1)
+
+    def hits(model):
+        with torch.no_grad():
+            return (model(x).argmax(1) == y).float().mean().item()
+
+    def analyzed(path, data=None, method="sparsity", criteria=large_final, **options):
+        analyzer = SensitivityAnalyzer(net, x[:1], hits, criteria=criteria, calibration_data=data)
+        return analyzer.analyze(method, verbose=False, journal=path, **options)
+
+    def sized(path, **options):
+        return analyze_degradation(net, x[:1], hits, (80,), "sparsity", runs=0, verbose=False, journal=path, **options)
+
+    def searched(path, data):
+        return search_targets(net, x[:1], hits, 50, evaluations=25, verbose=False, reconstruct=data, journal=path)
+    old = {name: p.detach() + .1 for name, p in net.named_parameters()}
+    ways = {
+        "ranked": lambda path, data: analyzed(path, data, criteria=wanda), "ranges": lambda path, data: analyzed(path, data, "quantization", quant_activations=True),
+        "norms": lambda path, data: analyzed(path, recalibrate=data), "refitted": lambda path, data: analyzed(path, reconstruct=data),
+        "sizes, ranked": lambda path, data: sized(path, calibration_data=data, criteria=wanda), "sizes, norms": lambda path, data: sized(path, recalibrate=data),
+        "sizes, refitted": lambda path, data: sized(path, reconstruct=data), "search": searched}
+    kinds = (lambda x: x, lambda x: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 16))
+    for way, measure in ways.items():
+        for kind, make in enumerate(kinds):
+            path = tmp_path / f"{way} {kind}"
+            measure(path, make(x))
+            content = path.read_bytes()
+            with pytest.raises(ValueError):
+                measure(path, make(3 * x + 1))
+            assert path.read_bytes() == content, (way, kind)
+            measure(path, make(x.clone()))
+    analyzed(tmp_path / "moved", criteria=movement.since(old))
+    analyzed(tmp_path / "moved", criteria=movement.since(dict(old)))
+    with pytest.raises(ValueError):
+        analyzed(tmp_path / "moved", criteria=movement.since({name: 2 * p for name, p in old.items()}))
 
 
 def test_other_data_are_named(tmp_path):

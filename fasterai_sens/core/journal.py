@@ -236,7 +236,7 @@ def check_about(
     if len(found) > 5: some += f"; and {len(found) - 5} more"
     raise ValueError(f"{path} was measured with something else: {some}; give another path, or delete the file")
 
-# %% ../../nbs/core/19_journal.ipynb #91d07ecf
+# %% ../../nbs/core/19_journal.ipynb #c9e3f4a2
 @contextmanager
 def _alone(
     path, # of a journal
@@ -251,6 +251,7 @@ def _alone(
         if isinstance(lock, UnixFileLock): Path(f"{path}.lock").unlink(missing_ok=True)
         lock.release()
 
+# %% ../../nbs/core/19_journal.ipynb #91d07ecf
 class Journal:
     """Measurements in a file, to be used in a `with` block
 

@@ -311,9 +311,11 @@ def _journal(self:SensitivityAnalyzer,
     first = perturbations[0]
     own = {name: value for name, value in first.settings.items() if name != first.unit}
     if repeats > 1: own["repeats"] = repeats   # not in journals of earlier versions
-    own |= about_data(path, self.eval_fn)
+    used = [self.calibration_data, recalibrate]
+    if getattr(first, "reconstruct", None): used.append(getattr(first.reconstruct, "data", None))
+    own |= about_data(path, self.eval_fn, *used)
     return open_journal(
-        path, self.model, self.sample, self.metric_name, self.higher_is_better, (self.calibration_data, recalibrate),
+        path, self.model, self.sample, self.metric_name, self.higher_is_better, (*used, self.criteria.refs or ()),
         method=find_method(first)[0], objective=self.objective_name, **own)
 
 @patch

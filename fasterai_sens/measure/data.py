@@ -508,14 +508,25 @@ def describe_data(
     """
     if not isinstance(eval_fn, ClassifierData | Evaluation) or eval_fn.data is None: return None
     data = eval_fn.data
-    if isinstance(data, Tensor | Mapping | tuple | list): return digest_of(data)
-    kind = type(data).__name__
-    if getattr(data, "shuffle", False): return dict(kind=kind, batches=len(data))   # fastai's have no seed
-    return dict(kind=kind, **_read_once(data))
+    return _describe_loader(data) if _is_loader(data) else digest_of(data)
+
+def _is_loader(
+    data, # as the user gave it
+)->bool:
+    "Whether it gives batches, as often as one likes, and is none of what `digest_of` reads"
+    is_plain = isinstance(data, Tensor | Mapping | tuple | list)
+    return isinstance(data, Iterable) and not is_plain and not isinstance(data, Iterator)
+
+def _describe_loader(loader)->dict:
+    "How many batches there are, and what is in them if it is the same each time"
+    kind = type(loader).__name__
+    if getattr(loader, "shuffle", False): return dict(kind=kind, batches=len(loader))   # fastai's have no seed
+    return dict(kind=kind, **_read_once(loader))
 
 def about_data(
     journal, # path, as the user gave it; None: nobody will read it
     eval_fn, # as `as_eval_fn` returns it
+    *others, # further data, of which `open_journal` reads all but loaders
 )->dict:     # empty if there is nothing to say
     """What the header of a journal says of the data
 
@@ -525,11 +536,17 @@ def about_data(
         path, as the user gave it; None: nobody will read it
     eval_fn
         as `as_eval_fn` returns it
+    *others
+        further data, of which `open_journal` reads all but loaders
 
     Returns
     -------
     dict
         empty if there is nothing to say
     """
-    about = None if journal is None else describe_data(eval_fn)
-    return {} if about is None else dict(evaluated_on=about)
+    if journal is None: return {}
+    found, about = {}, describe_data(eval_fn)
+    if about is not None: found["evaluated_on"] = about
+    loaders = [_describe_loader(data) for data in others if _is_loader(data)]
+    if loaders: found["calibrated_on"] = loaders
+    return found

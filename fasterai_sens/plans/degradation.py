@@ -821,9 +821,11 @@ def analyze_degradation(
     around = untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
     everything = layers is None and layer_types is None and locked is None and bounds is None
-    how = dict(method=compression, granularity=granularity, criteria=str(criteria), **about_data(journal, eval_fn))
-    how["data"] = calibration_data, recalibrate
-    if steps.calibration: how["data"] += steps.calibration.data,
+    used = [calibration_data, recalibrate]
+    if steps.calibration: used.append(steps.calibration.data)
+    how = dict(method=compression, granularity=granularity, criteria=str(criteria))
+    how |= about_data(journal, eval_fn, *used)
+    how["data"] = *used, getattr(criteria, "refs", None) or ()
     settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None) | noted(steps.calibration)
     def finish(base, points):
         about = points, metric_name, higher_is_better, settings

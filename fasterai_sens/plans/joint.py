@@ -1330,7 +1330,9 @@ def search_plan(
     by, rises = about["settings"]["by"], first.higher_is_better
     on_call = ticker(calls + len(starts) + len(problem.choices), verbose)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
-    how = dict(plans=nested(about["settings"]), data=(calibration_data, recalibrate), **about_data(journal, eval_fn))
+    used = calibration_data, recalibrate
+    how = dict(plans=nested(about["settings"]), **about_data(journal, eval_fn, *used))
+    how["data"] = *used, getattr(criteria, "refs", None) or ()
     with limited(timeout), open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
         meter = partial(Meter, model, applier, journal=book)
         report = report_fn and meter(report_fn, around, report_rises, "metric", name="report")

@@ -1136,10 +1136,10 @@ def search_targets(
     options |= dict(bounds=bounds, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
-    how = dict(granularity=granularity, criteria=as_criterion(criteria).name, data=(calibration_data, recalibrate))
     calibration = find_calibration(reconstruct, calibration_data, sample)
-    if calibration: how["data"] += calibration.data,
-    book = open_journal(journal, model, sample, metric_name, higher_is_better, **how, **about_data(journal, eval_fn))
+    ranks, used = as_criterion(criteria), [calibration_data, recalibrate, *([calibration.data] if calibration else ())]
+    how = dict(granularity=granularity, criteria=ranks.name, **about_data(journal, eval_fn, *used))
+    book = open_journal(journal, model, sample, metric_name, higher_is_better, (*used, ranks.refs or ()), **how)
     with limited(timeout), book as book, leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
         check_search(b.units, granularity, bound, {"eval_fn": eval_fn, "report_fn": report_fn or eval_fn})
