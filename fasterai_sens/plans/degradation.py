@@ -821,8 +821,7 @@ def analyze_degradation(
     around = untouched if recalibrate is None else Recalibrated(recalibrate, sample)
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
     everything = layers is None and layer_types is None and locked is None and bounds is None
-    used = [calibration_data, recalibrate]
-    if steps.calibration: used.append(steps.calibration.data)
+    used = [calibration_data, recalibrate, *([steps.calibration.data] if steps.calibration else ())]
     how = dict(method=compression, granularity=granularity, criteria=str(criteria))
     how |= about_data(journal, eval_fn, *used)
     how["data"] = *used, getattr(criteria, "refs", None) or ()
