@@ -475,3 +475,13 @@ def test_channels_are_computed_and_the_plan_is_counted():
         slow = allocate(sweep, "50%", "flops", model=model, sample=x)
     assert slow.costs == plan.costs or slow.damage >= plan.damage
     with applier(plan): assert plan.costs == {"flops": count_flops_params(model, x, verbose=False)[0]}
+
+
+def test_multiply_accumulates_saved_by_zeros_are_marked(capsys):
+    """In one line, by whatever way the plan was made; channels, and zeros under another budget, need no word."""
+    model, rng, word = toy(), np.random.default_rng(0), "only a device that skips zeros saves them"
+    by_zeros, by_channels = made_up(model, "sparsity", rng), made_up(model, "pruning", rng, ["0", "2"])
+    for sweeps, cost, marks in ((by_zeros, "flops", 1), ([by_zeros, by_channels], "flops", 1), (by_channels, "flops", 0), (by_zeros, "bytes", 0)):
+        allocate(sweeps, "70%", cost, model=model, sample=x, verbose=False).summary()
+        assert capsys.readouterr().out.count(word) == marks, cost
+    assert "only a device that skips zeros" in " ".join(allocate.__doc__.split())

@@ -84,6 +84,7 @@ class Perturbation:
     default_level = 50       # the level meant by `level=None`
     level = None             # how hard this one compresses, as the user said it
     stays_in_unit = False    # whether it writes to the tensors of its unit alone: the others need no check
+    leaves_zeros = False     # whether what it saves stays in the model as zeros, which most devices multiply by
     outlasts_training = True # whether it still holds once the compressed model was trained with its zeros held
     @classmethod
     def default_levels(cls,

@@ -31,6 +31,7 @@ class Perturbation:
     default_level: ClassVar[int]
     level: ClassVar[Any]
     stays_in_unit: ClassVar[bool]
+    leaves_zeros: ClassVar[bool]
     outlasts_training: ClassVar[bool]
     @classmethod
     def default_levels(cls, **options) -> tuple: ...

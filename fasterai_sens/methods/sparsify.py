@@ -380,7 +380,7 @@ class Sparse(Perturbation):
     granularity:str="weight"     # block size, or an n:m pattern
     criteria:Criterion=large_final # bound to the model if it needs data
     reconstruct:object=field(default=None, repr=False) # data: the weights that stay make up for the others; None: no
-    stays_in_unit = True
+    stays_in_unit = leaves_zeros = True
     default_level = None         # 50, or what the n:m pattern comes to
     turn, column = 20, "weights %"
     def __post_init__(self):

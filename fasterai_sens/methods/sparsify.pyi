@@ -35,6 +35,7 @@ class Sparse(Perturbation):
     criteria: Criterion = ...
     reconstruct: object = ...
     stays_in_unit: ClassVar[bool]
+    leaves_zeros: ClassVar[bool]
     default_level: ClassVar[Any]
     turn: ClassVar[int]
     column: ClassVar[str]

@@ -1287,6 +1287,10 @@ def allocate(
     where there are at most 2**20 plans. With more plans, channels beside other methods, or latency, it is the best
     that was found.
 
+    In "flops", multiply-accumulates, products with zeros of sparsity count as saved, though only a device that skips
+    zeros saves them. For ones that any device saves, plan with methods that leave smaller layers, such as pruning;
+    `plan.summary()` marks plans with zeros.
+
     Raises ValueError, with what is reachable, if there is none, and KeyError for an unknown name.
 
     Parameters

@@ -16,7 +16,7 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..core.counters import n_bytes
-from ..core.plans import LayerTargets, Plan
+from ..core.plans import LayerTargets, Plan, zeros_note
 from ..core.protocol import scale_of
 from fasterai_sens.core.results import (
     SensitivityResult, baseline_text, ci_text, ends_of, first_names, goes_by, holds_zero, interval_by, label, noise_text
@@ -520,6 +520,7 @@ def report_section(self:Plan,
         text = f"{self.predicted_metric:.4f}, if the damages of the layers add up"
         pairs.append((f"predicted {self.metric_name or 'metric'}", text))
     if self.damage is not None: pairs.append(("sum of the damages", signed(self.damage)))
+    if note := zeros_note(self): pairs.append(("savings", note))
     costs = cost_listing(self, *cost_pairs(self, model, sample))
     about = {}
     for method, own in self.settings.items():
