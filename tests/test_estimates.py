@@ -34,7 +34,7 @@ def test_like_a_sweep(method, by):
     for guess, found in zip(estimate, sweep, strict=True):
         assert guess.skipped == found.skipped and guess.settings == found.settings | {"estimate": by}
         assert [(r.name, r.params, r.prunable, r.group_id) for r in guess.layers] == [(r.name, r.params, r.prunable, r.group_id) for r in found.layers]
-        assert guess.metric_name == "estimated kl" and not guess.higher_is_better and guess.layers[0].no_ci == "an estimate has no interval"
+        assert guess.metric_name == "estimated kl" and not guess.higher_is_better and guess.layers[0].no_ci .startswith("an estimate has no interval; `check` measures some units")
     assert SweepResult.from_dict(estimate.as_dict()) == estimate
 
 
@@ -121,6 +121,15 @@ def test_check_says_when_not_to_trust():
     net2, x2, y2 = classifier()
     with pytest.warns(UserWarning, match="the order of this estimate"):   # three units prove nothing
         SensitivityAnalyzer(net2, x2[:1], (x2, y2)).estimate(levels=[50], check=3, verbose=False)
+
+
+def test_nothing_warns_unless_it_checks(capsys, recwarn):
+    """Without `check` nothing is measured, and the summary says how to know more"""
+    net, x, y = classifier()
+    SensitivityAnalyzer(net, x[:1], (x, y)).estimate(levels=[50], verbose=False)[0].summary()
+    assert "no interval; `check` measures some units beside it" in capsys.readouterr().out and not recwarn.list
+    said = " ".join(SensitivityAnalyzer.estimate.__doc__.split())
+    assert "0: nothing is measured, and nothing warns" in said and "check once before you rely on an order" in said
 
 
 def test_hugging_face():

@@ -603,7 +603,8 @@ def estimate(self:SensitivityAnalyzer,
     # list of percent or bits; None: the usual ones; a dict from layer name to such a list estimates those layers only
     levels=None,
     *, by="fisher",           # "fisher", "taylor" or "output_error", see `estimators`
-    # measure so many units, too, chosen over the range; the result's `agreement` says how they compare
+    # measure so many units, too, chosen over the range; the result's `agreement` says how they compare; 0: nothing is
+    # measured, and nothing warns if the order is wrong
     check=0,
     size=30,                  # samples of a piece of the data; 150 are looked at, or one piece
     granularity=None,         # this and all further options: as in `analyze`
@@ -620,8 +621,11 @@ def estimate(self:SensitivityAnalyzer,
 )->SweepResult:
     """Predict what every layer does at every level, from gradients of the untouched model
 
-    The metric of the result is what was estimated: the objective, or a metric with gradients. Warns if the order of
-    the measured units is another. Raises ValueError for an `eval_fn` without gradients, KeyError for an unknown
+    The metric of the result is what was estimated: the objective, or a metric with gradients. With `check`, warns if
+    the order of the measured units is another; fewer than 5 units prove nothing. Each measured unit costs an evaluation
+    of all data at each level: with `check=6` the 21 layers of ResNet-18 took 5 times as long as without on 256 samples,
+    12 times on 1,000, and nearly as long as a sweep; with hundreds of layers it is little. So 0 is the default: check
+    once before you rely on an order. Raises ValueError for an `eval_fn` without gradients, KeyError for an unknown
     estimator, and as `sweep` does.
 
     Parameters
@@ -635,7 +639,7 @@ def estimate(self:SensitivityAnalyzer,
         "fisher", "taylor" or "output_error", see `estimators`
     check : default 0
         measure so many units, too, chosen over the range; the result's `agreement` says how they
-        compare
+        compare; 0: nothing is measured, and nothing warns if the order is wrong
     size : default 30
         samples of a piece of the data; 150 are looked at, or one piece
     granularity : default None

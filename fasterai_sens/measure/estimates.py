@@ -494,7 +494,7 @@ class _Estimating:
         "The rows of a unit for one value, or for the reason why there is none"
         score = None if isinstance(predicted, str) else Score(predicted)
         rows = rows_of(unit, Score(self.value), score, self.higher_is_better)
-        for row in rows: row.no_ci = "an estimate has no interval"
+        for row in rows: row.no_ci = "an estimate has no interval; `check` measures some units beside it"
         return rows
 
 # %% ../../nbs/measure/12_estimates.ipynb #2f7883e6
