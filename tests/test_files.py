@@ -569,3 +569,39 @@ def test_files_that_do_not_say_what_was_reshaped(tmp_path):
     assert same(load_compressed(tmp_path/"old", three_layers()), net)
     write_archive(tmp_path/"bad", tensors, dict(about, reshaped=3))
     with unchanged(other := three_layers()), pytest.raises(ValueError, match="damaged"): load_compressed(tmp_path/"bad", other)
+
+
+@pytest.mark.parametrize("method, levels", [("quantization", {"0": 4, "2": 4}), ("low_rank", {"0": 50, "2": 50})])
+def test_a_model_that_is_compressed_already(method, levels, tmp_path):
+    """By a function of its method, which leaves no note: the error says which two words write it as it is"""
+    net, targets, x = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)), Plan({method: levels})[method], torch.randn(2, 40)
+    held = methods[method].apply(net, targets, sample=x)
+    with pytest.raises((ValueError, KeyError), match="is in the model already, say applied=True, or plan=None") as e:
+        save_compressed(net, targets, tmp_path / "a")
+    assert "quantized already" in str(e.value) or "TwoLayers" in str(e.value)   # what was wrong comes first
+    for how in ({"plan": targets, "applied": True}, {"plan": None}):
+        save_compressed(net, path=tmp_path / "a", **how)
+        assert torch.equal(load_compressed(tmp_path / "a", nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)))(x), net(x))
+    del held
+
+
+@pytest.mark.parametrize("plan", [50, "50%", {"0": 50}])
+def test_what_a_plan_may_be(plan, tmp_path):
+    with pytest.raises(TypeError, match=r"such as Plan\(sparsity=\{layer: percent\}\), .* None for the model as it is"):
+        save_compressed(three_layers(), plan, tmp_path / "a")
+
+
+def test_a_learner_has_inputs(tmp_path):
+    """Channels of a network whose inputs cannot be guessed are taken out by one of its data, and the order of its batches stays"""
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from torch.utils.data import TensorDataset
+
+    def make(): return nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 3), nn.Flatten(), nn.Linear(40, 2))
+
+    data, net, plan = TensorDataset(torch.randn(12, 3, 9), torch.randint(0, 2, (12,))), make(), Plan(pruning={"0": 50})
+    learn = Learner(DataLoaders.from_dsets(data, data, bs=4, device="cpu", num_workers=0), net, loss_func=nn.CrossEntropyLoss())
+    for inputs in (learn, Learner(DataLoaders(learn.dls.train), net, loss_func=nn.CrossEntropyLoss())):
+        with unchanged(net): save_compressed(inputs, plan, tmp_path / "a")
+        assert load_compressed(tmp_path / "a", make)[0].out_channels == 4
+    with pytest.raises(ValueError): save_compressed(net, plan, tmp_path / "b")   # without the Learner nothing tells them

@@ -522,3 +522,20 @@ def test_two_processes_are_one():
 
 if __name__ == "__main__":
     in_one_of_two(sys.argv[1])
+
+
+def test_the_schedule_may_be_left_out():
+    """As the help says: it is `agp` then; the number of steps may not"""
+    reached = []
+    for given in ({}, {"schedule": None}, {"schedule": agp}):
+        net, rows = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), []
+        optimizer = torch.optim.SGD(net.parameters(), .01)
+        with hold(net, {"0": 50}, total_steps=4, **given) as step:
+            for _ in range(4):
+                net(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+                step()
+                rows.append((net[0].weight == 0).sum().item())
+        reached.append(rows)
+    assert reached[0] == reached[1] == reached[2] and reached[0][-1] == 32 and reached[0][0] > 0
+    with pytest.raises(ValueError, match="total_steps"), hold(net, {"0": 50}): pass

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toys import SHORT, peer
 
 import fasterai_sens.methods.pruner as pruner_module
-from fasterai_sens import LayerTargets, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback
+from fasterai_sens import LayerTargets, Plan, PruneCallback, Pruner, Schedule, SensitivityAnalyzer, SparsifyCallback, hold
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.state import leave_no_trace
@@ -639,6 +639,19 @@ def test_inputs_that_cannot_be_guessed(model):
     with pytest.raises(ValueError, match="example_inputs|sample"):
         Pruner(model, 50)
     assert changes(before, fingerprint(model)) == []
+
+
+def test_an_error_names_the_parameter_of_the_call():
+    """`example_inputs` where the user calls `Pruner`, `sample` where another call takes one"""
+    def model(): return nn.Sequential(nn.Conv1d(3, 8, 3), nn.Conv1d(8, 4, 3))
+
+    plan, net = Plan(pruning={"0": 50}), model()
+    optimizer = torch.optim.SGD(net.parameters(), .1)
+    with pytest.raises(ValueError, match="^give example_inputs: what Sequential takes"): Pruner(model(), 50)
+    with pytest.raises(ValueError, match="^give sample: what Sequential takes"): plan.apply(model())
+    with pytest.raises(ValueError, match="^give sample: what Sequential takes"), hold(net, plan, total_steps=4, optimizer=optimizer): pass
+    plan.apply(net, torch.randn(1, 3, 9))
+    assert net[0].out_channels == 4
 
 
 # ---------------------------------------------------------------- what stays

@@ -51,13 +51,6 @@ def _pct_of_ratio(
         raise ValueError(f"ratio is how many times smaller the model gets, 1 or more, 2 for half of it; got {ratio!r}")
     return 100/ratio
 
-def _guessed(
-    model:nn.Module, # any model
-):                   # what it may be called with
-    "An example input, by the first layer. Raises ValueError if it does not tell"
-    try: return guess_inputs(model)
-    except ValueError as e: raise ValueError(str(e).replace("example_inputs", "sample")) from e
-
 def size_mb(
     model:nn.Module, # any model
 )->float:            # 10**6 bytes
@@ -156,7 +149,7 @@ def compress_to_size(
         a smaller copy
     """
     pct = _pct_of_ratio(target_ratio)
-    if sample is None: sample = _guessed(model)
+    if sample is None: sample = guess_inputs(model, "sample")
     return compress_to_pct(model, sample, pct, compression, cost=cost, verbose=verbose).model
 
 # %% ../../nbs/compat/02_degradation.ipynb #98918d57
@@ -240,7 +233,7 @@ def compress_with_layer_sensitivity(
         a sparse copy
     """
     pct = _pct_of_ratio(target_ratio)
-    if sample is None: sample = _guessed(model)
+    if sample is None: sample = guess_inputs(model, "sample")
     plan = _as_result(model, sensitivity_scores)
     how = dict(cost="params", plan=plan, max_pct=max_pct, layers=[row.name for row in plan.layers], verbose=verbose)
     return compress_to_pct(model, sample, pct, "sparsity", **how).model

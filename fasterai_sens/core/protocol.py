@@ -69,8 +69,7 @@ def taken(
 class Perturbation:
     "A change of one unit of a model, undone at the end of the block: `with perturbation(model, unit): ...`"
     method_name = None       # what users pass as `compression`; set by `method`
-    unit = "percent"         # in what its levels are counted, a key of `scales`
-    column = "percent"       # what its levels are called above a column of a table
+    unit = column = "percent" # what its levels are counted in, a key of `scales`; what a table calls them
     targets_class = None     # of its targets, where plain `LayerTargets` will not do
     actor_class = None       # what carries out whole plans, where doing one unit after the other will not do
     steps_class = None       # what makes a model smaller step by step, where `Steps` of plans/sizes will not do

@@ -91,6 +91,7 @@ def check_rising(
 # %% ../../nbs/methods/11_pruner.ipynb #1befd9d9
 def guess_inputs(
     model:nn.Module, # any model
+    parameter:str="example_inputs", # what the user's call takes an example input as, for messages
 )->Tensor:
     """One image of 224 x 224, or one row, of the size that the first layer takes
 
@@ -100,6 +101,8 @@ def guess_inputs(
     ----------
     model : nn.Module
         any model
+    parameter : str, default "example_inputs"
+        what the user's call takes an example input as, for messages
 
     Returns
     -------
@@ -109,12 +112,12 @@ def guess_inputs(
     first, kind = unit.module, type(model).__name__
     if isinstance(first, nn.Linear): shape = (1, first.in_features)
     elif isinstance(first, nn.Conv2d): shape = (1, first.in_channels, 224, 224)
-    else: raise ValueError(f"give example_inputs: what {kind} takes cannot be guessed")
+    else: raise ValueError(f"give {parameter}: what {kind} takes cannot be guessed")
     guess = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(unit.weight)
     try: check_sample(model, guess)
     except ValueError as e:
         raise ValueError(
-            f"give example_inputs: {kind} does not run on {shape}, the size that its first layer takes ({e})") from e
+            f"give {parameter}: {kind} does not run on {shape}, the size that its first layer takes ({e})") from e
     return guess
 
 # %% ../../nbs/methods/11_pruner.ipynb #1d3c52c5
@@ -676,6 +679,7 @@ def apply(cls:Pruned, model, targets, *, sample=None, criteria=large_final, cali
     may have `hold()`, for training, `skipped` (name, reason), and `remove()`
     """
     data = dict(calibration_data=calibration_data, reconstruct=dict(settings).get("reconstruct"))
+    if sample is None: sample = guess_inputs(model, "sample")
     pruner = Pruner(model, targets, criteria=criteria, example_inputs=sample, **data)
     pruner.prune_model()
     return pruner

@@ -34,6 +34,7 @@ from fasterai_sens.core.packing import (
 )
 from ..methods.criteria import large_final
 from ..methods.widths import n_params
+from ..measure.learner import learner_sample
 from fasterai_sens.plans.applier import (
     as_written, carry_out, footprint, inner_changes, is_carried_out, note_carried_out, outline_at, settings_of
 )
@@ -541,7 +542,8 @@ def as_plan(
         if plan.method: return Plan({plan.method: plan})
         raise ValueError("it is not known for which method these targets are; say it, as in Plan(sparsity=targets)")
     if isinstance(plan, Mapping) and set(plan) <= set(methods): return Plan(plan)
-    raise TypeError(f"plan is a Plan, targets of one method, or None for the model as it is; got {plan!r}"[:200])
+    raise TypeError("plan is a Plan, such as Plan(sparsity={layer: percent}), targets of one method, such as "
+                    f"sweep.to_layer_targets(model, 50), or None for the model as it is; got {plan!r}"[:300])
 
 def _structure(model:nn.Module)->dict: # module name -> class, and how many hooks it has
     "What `remember` of a method has to account for"
@@ -575,6 +577,14 @@ def _spare(model:nn.Module)->Callable:
     return partial(Spare(params).put_back, params)
 
 @contextmanager
+def _hint(way:str):
+    "Says in errors of the block what to do if the model is compressed already"
+    try: yield
+    except (ValueError, KeyError) as e:
+        e.args = f"{e.args[0]}; if the plan is in the model already, say {way}", *e.args[1:]
+        raise
+
+@contextmanager
 def in_effect(
     model:nn.Module,   # any model
     plan:Plan|None,    # what it is to be like
@@ -601,7 +611,8 @@ def in_effect(
     check_untouched(model, plan)
     before = _structure(model)
     with leave_no_trace(model, weights=()), PutBack(partial(_spare, model)):
-        done = carry_out(plan, model, **data)   # holds what undoes it, and with that the grids that were used
+        # what this returns undoes it, and holds the grids that were used
+        with _hint("applied=True, or plan=None"): done = carry_out(plan, model, **data)
         if _structure(model) != before and not any(methods[name].remember(model) for name in plan):
             silent = [name for name in plan if not has_own(methods[name], "remember")]
             names = " or ".join(silent)
@@ -609,12 +620,25 @@ def in_effect(
                              "give it remember and rebuild")
         yield done
 
-# %% ../../nbs/plans/14_files.ipynb #047fa1a3
+# %% ../../nbs/plans/14_files.ipynb #a7c3e510
+def _is_learner(model)->bool: return hasattr(model, "dls") and hasattr(model, "model")
+
 def _inner(model)->nn.Module:
     "The model itself: of a Learner, without the shell of `torch.compile`. Raises TypeError if there is none"
-    if hasattr(model, "dls") and hasattr(model, "model"): model = model.model
+    if _is_learner(model): model = model.model
     return getattr(check_model(model), "_orig_mod", model)
 
+def _learner_input(
+    model,          # an nn.Module or a fastai Learner
+    plan:Plan|None, # to be carried out
+):                  # None if it is no Learner, or has no data, or the plan needs none to find what is coupled
+    "One input of a Learner's data, of the validation set if it has one"
+    if plan is None or not _is_learner(model) or not any(methods[name].reshapes for name in plan): return None
+    full = [dl for dl in model.dls.loaders[:2] if len(dl)]
+    if not full: return None
+    with leave_no_trace(model.model, weights=()): return learner_sample(model, full[-1])   # loaders draw random numbers
+
+# %% ../../nbs/plans/14_files.ipynb #047fa1a3
 def _key(name:str, part:str, taken:Mapping)->str:
     "A name for a tensor of the file: that of the tensor, where it can be had"
     key = name if part == "numbers" else f"{name}:{part}"
@@ -664,7 +688,8 @@ def save_compressed(
     model,       # an nn.Module or a fastai Learner; comes back as it was
     plan,        # a `Plan`, or targets of one method; None: the model as it is
     path,        # file to write, usually `.safetensors`
-    *, sample=None, # example input, for plans that prune or round activations
+    # example input, for plans that prune or round activations; None: to prune, one of a Learner's data, or a guess
+    *, sample=None,
     criteria=large_final, # which weights and channels matter, as for `Plan.apply`
     calibration_data=None, # for criteria that use data, and for ranges of activations
     reconstruct=None, # as for `Plan.apply`: data to refit layers to
@@ -684,7 +709,8 @@ def save_compressed(
     path
         file to write, usually `.safetensors`
     sample : default None
-        example input, for plans that prune or round activations
+        example input, for plans that prune or round activations; None: to prune, one of a Learner's
+        data, or a guess
     criteria : default large_final
         which weights and channels matter, as for `Plan.apply`
     calibration_data : default None
@@ -699,10 +725,11 @@ def save_compressed(
     int
         bytes of the file
     """
-    model, plan = _inner(model), as_plan(plan)
+    inner, plan = _inner(model), as_plan(plan)
+    if sample is None and not applied: sample = _learner_input(model, plan)
     data = dict(sample=sample, criteria=criteria, calibration_data=calibration_data, reconstruct=reconstruct)
-    with in_effect(model, plan, applied, **data):
-        tensors, about = pack_model(model, plan)
+    with in_effect(inner, plan, applied, **data):
+        tensors, about = pack_model(inner, plan)
         return write_archive(path, tensors, about)
 
 # %% ../../nbs/plans/14_files.ipynb #65bec1c6

@@ -467,8 +467,8 @@ def check_place(
 def hold(
     model:nn.Module,      # changed in place; also compiled or in a wrapper of parallel training
     targets,              # percent or bits by layer, a `Plan` of several methods, or one level for all layers
-    schedule:Schedule|None, # how the compression grows; None: `agp`
-    total_steps:int,      # how many steps the optimizer will take
+    schedule:Schedule|None=None, # how the compression grows; None: `agp`
+    total_steps:int=None, # how many steps the optimizer will take; must be given
     *, optimizer=None,    # the one that trains the model; needed where channels go while it trains
     compression:str|None=None, # name of the method, where the targets do not say; None: sparsity
     every:int=1,          # the level changes each so many steps: those of an epoch, for a schedule by epochs
@@ -478,7 +478,7 @@ def hold(
     state=None,           # from `step.state_dict()`, to go on with a training
     **options,            # of the one method, such as `granularity` and `context`, or `keep_zeros`
 )->Stepper:               # call it after each step of the optimizer
-    """Compress a model in a loop of your own: `with hold(model, targets, schedule, total_steps) as step:`
+    """Compress a model in a loop of your own: `with hold(model, targets, total_steps=1000) as step:`
 
     Call `step()` after each `optimizer.step()`; with accumulated gradients that is once for each update, and with a
     `GradScaler` after each `scaler.step(optimizer)`, skipped or not. Inside the block the model is as compressed as
@@ -492,10 +492,10 @@ def hold(
         changed in place; also compiled or in a wrapper of parallel training
     targets
         percent or bits by layer, a `Plan` of several methods, or one level for all layers
-    schedule : Schedule|None
+    schedule : Schedule|None, default None
         how the compression grows; None: `agp`
-    total_steps : int
-        how many steps the optimizer will take
+    total_steps : int, default None
+        how many steps the optimizer will take; must be given
     optimizer : default None
         the one that trains the model; needed where channels go while it trains
     compression : str|None, default None

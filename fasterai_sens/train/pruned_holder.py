@@ -16,7 +16,7 @@ from ..core.checks import check_count
 from ..methods.criteria import INITIAL, PREVIOUS
 from ..methods.optimizers import check_optimizer, swap_parameters
 from ..methods.prune import Pruned, n_gone, n_granules
-from ..methods.pruner import Pruner, check_ratios, check_rising
+from ..methods.pruner import Pruner, check_ratios, check_rising, guess_inputs
 from .schedules import Schedule, agp
 from .wrappers import inner_targets, plain_name, rewrapped
 from .holders import Holder
@@ -107,11 +107,13 @@ def new_pruner(self:PrunedHolder)->Pruner:
     s = self.setting
     model, c = s.inner, s.criteria
     if c.needs in (INITIAL, PREVIOUS) and c.refs is None: c = c.since(model)
+    sample = s.find_sample()
+    if sample is None: sample = guess_inputs(model, "sample")
     return Pruner(
         model, inner_targets(self.pruning_ratio, model),
         criteria=c,
         ignored_layers=self.ignored_in(model),
-        example_inputs=s.agree(s.find_sample()),
+        example_inputs=s.agree(sample),
         calibration_data=s.calibration_data,
         verbose=False,
         **self.how,
