@@ -1,4 +1,4 @@
-"""One measurement with a journal, in a process that may be killed: `python journal_script.py sweep|search JOURNAL CALLS RESULT`."""
+"""One measurement with a journal, in a process that may be killed: `python journal_script.py sweep|search|estimate JOURNAL CALLS RESULT`."""
 import sys
 import time
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fasterai_sens import SensitivityAnalyzer, search_targets
+from fasterai_sens import SensitivityAnalyzer, evaluation, search_targets
 
 
 def network():
@@ -28,6 +28,17 @@ def run(kind, journal, calls, seconds=0.0):
         with open(calls, "a") as f:
             f.write(f"{found[1].double().mean().item()!r}\n")
         return found
+    def loss(out, y):
+        time.sleep(seconds)
+        found = nn.functional.cross_entropy(out, y, reduction="none")
+        with open(calls, "a") as f:
+            f.write("gradients\n" if found.requires_grad else f"{found.mean().item()!r}\n")
+        return found
+    if kind == "estimate":
+        data = evaluation((x, y), lambda out, y: (out.argmax(1) == y).float(), loss)
+        analyzer = SensitivityAnalyzer(net, x[:1], data, reuse=False)
+        found = analyzer.estimate("sparsity", [20, 40, 60, 80], check=3, verbose=False, journal=journal)
+        return [result.as_dict() for result in found], str(found.agreement)
     if kind == "sweep":
         sweep = SensitivityAnalyzer(net, x[:1], eval_fn, reuse=False).sweep("sparsity", [20, 40, 60, 80], verbose=False, journal=journal)
         return [result.as_dict() for result in sweep]

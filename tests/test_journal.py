@@ -370,6 +370,12 @@ def test_without_a_journal_what_was_measured_is_handed_over():
     assert e.value.partial is None
     analyzer = SensitivityAnalyzer(net, x[:1], per_sample())
     assert analyzer.analyze("sparsity", 50, verbose=False).layers == analyzer.last[0].layers
+    for at in range(2, 14):   # the ends of the curves, and then rounds between them
+        analyzer = SensitivityAnalyzer(net, x[:1], per_sample(fail_at=at), reuse=False)
+        with pytest.raises(Ends) as e:
+            analyzer.sweep("sparsity", [20, 30, 40, 50, 60, 70, 80], adaptive=Refine(per_unit=5), verbose=False)
+        found = sum(len(result.layers) for result in e.value.partial or ())
+        assert analyzer.last is e.value.partial and at - 2 >= found >= at - 2 - at // 3, at   # each round looks at the untouched model, too
 
 
 def started(kind, folder, seconds):
@@ -470,3 +476,26 @@ def test_killed(kind, tmp_path, n_kills=6):
     """Killed at random moments: what an undisturbed process finds, and nothing twice but baselines and what was in flight"""
     is_same, _, _, twice = survived(kind, tmp_path, n_kills)
     assert is_same and twice <= n_kills
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
+def test_estimate_killed(tmp_path):
+    """Killed while it is checked: the next process takes no gradients again, and says the same"""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    _, error = started("estimate", tmp_path / "whole", 0).communicate()
+    calls, whole = tmp_path / "killed" / "calls", lines_of(tmp_path / "whole" / "calls")
+    last_gradients = max(i for i, line in enumerate(whole) if line == "gradients")
+    assert whole.count("gradients") > 3, error
+    process = started("estimate", tmp_path / "killed", .05)
+    while process.poll() is None and len(lines_of(calls)) < last_gradients + 4:
+        time.sleep(.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = len(lines_of(calls))
+    assert last_gradients + 4 <= before < len(whole)
+    _, error = started("estimate", tmp_path / "killed", 0).communicate()
+    assert (tmp_path / "killed" / "result").read_text() == (tmp_path / "whole" / "result").read_text(), error
+    again = lines_of(calls)[before:]
+    assert again.count("gradients") <= 1 and len(again) < len(whole) - last_gradients + 2   # one is a look whether there are gradients at all

@@ -615,7 +615,7 @@ def estimate(self:SensitivityAnalyzer,
     quant_symmetric=None,     # quantization: a range around zero, or one that just holds the weights
     verbose=True,             # show a progress bar while units are found and measured
     n_jobs:int|None=None,     # processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
-    journal=None,             # path of a file that keeps what `check` measures; None: nothing is kept
+    journal=None,             # path of a file that keeps predictions, and what `check` measures; None: nothing is kept
     timeout=None,             # seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options,                # of a method of your own
 )->SweepResult:
@@ -659,7 +659,7 @@ def estimate(self:SensitivityAnalyzer,
     n_jobs : int|None, default None
         processes, -1: one for each core; None: as joblib's `parallel_config` says, else 1
     journal : default None
-        path of a file that keeps what `check` measures; None: nothing is kept
+        path of a file that keeps predictions, and what `check` measures; None: nothing is kept
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
     **options
@@ -679,15 +679,15 @@ def estimate(self:SensitivityAnalyzer,
     units, perturbations, about = self._prepare(compression, levels, options, layers, layer_types, verbose)
     forget_untouched(self.eval_fn)
     size = check_count(size, "size")
-    with limited(timeout):
-        sweep = estimate_sweep(self.model, units, perturbations, self.eval_fn, by=by, size=size, **about)
-    sweep.agreement = None
-    if check:
+    of_what = perturbations, self.eval_fn
+    with limited(timeout), self._journal(journal, perturbations, None) as book:
+        sweep = estimate_sweep(self.model, units, *of_what, by=by, size=size, journal=book, **about)
         damages = mean_rises(sweep, "metric")
-        chosen = [u for u in units if u.name in choose_spread(damages, check)]
-        how = dict(verbose=verbose, n_jobs=n_jobs)
-        with limited(timeout), self._journal(journal, perturbations, None) as book:
-            measured = measure(self.model, chosen, perturbations, self.eval_fn, journal=book, **how, **about)
+        chosen = [u for u in units if u.name in choose_spread(damages, check)] if check else []
+        how = dict(verbose=verbose, n_jobs=n_jobs, journal=book)
+        measured = measure(self.model, chosen, *of_what, **how, **about) if chosen else None
+    sweep.agreement = None
+    if measured:
         basis = "metric" if measured[0].baseline_objective is None else "objective"
         sweep.agreement = agreement(damages, mean_rises(measured, basis))
         warn_of(sweep.agreement, by)

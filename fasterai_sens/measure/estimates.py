@@ -9,11 +9,13 @@ __all__ = ['estimators', 'enough', 'Along', 'first_tensor', 'run_layer', 'withou
            'warn_of']
 
 # %% ../../nbs/measure/12_estimates.ipynb #febd1402
+import json
 import math
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from fasterai_sens.measure.curvature import (
 )
 from .data import ClassifierData
 from .objectives import pairs_of
-from .loop import briefly, evaluate, rows_of
+from .loop import briefly, evaluate, recorded_baseline, rows_of
 from .scores import Score
 
 # %% ../../nbs/measure/12_estimates.ipynb #881407a0
@@ -478,15 +480,28 @@ def fewer(
 class _Estimating:
     "What is estimated of a model, and what its rows say of it"
     model:nn.Module
-    look:object   # has `rises`
+    find_look:Callable # () -> what has `rises`, for the price of the backward passes
     value:float   # what is estimated, of the untouched model
     higher_is_better:bool # the same
+    journal:object=None   # `Journal`, in which predictions are looked up and written down; None: nowhere
+    key:tuple=()          # of these estimates, there
+    look:object=None      # once it was needed
+
+    def rises(self, unit, perturbations:list)->list:
+        "What is added at each level, as the journal has it, or from gradients"
+        key = json.dumps(["estimate", *self.key, unit.name, [p.level for p in perturbations]])
+        known = self.journal and self.journal.read(key)
+        if known: return known
+        if self.look is None: self.look = self.find_look()
+        found = list(map(float, self.look.rises(self.model, unit, perturbations)))
+        if self.journal: self.journal.record(key, found)
+        return found
 
     def predict(self, unit, perturbations:list):
         "Pairs: perturbation, and the value with the unit compressed, or why it cannot be"
         reasons = [p.refusal(unit) for p in perturbations]
         done = [p for p, why in zip(perturbations, reasons, strict=True) if not why]
-        rises = iter(self.look.rises(self.model, unit, done) if done else ())
+        rises = iter(self.rises(unit, done) if done else ())
         sign = -1 if self.higher_is_better else 1
         for p, why in zip(perturbations, reasons, strict=True): yield p, why or self.value + sign*next(rises)
 
@@ -511,6 +526,7 @@ def estimate_sweep(
     metric_name:str="accuracy",     # for the results
     objective_name:str="objective", # the same
     higher_is_better:bool=True, # direction of the metric
+    journal=None,       # an open `Journal`: with all predictions there, no gradients are taken; None: nothing is kept
 )->SweepResult:
     """Predict what every unit does at every level. The untouched model is evaluated once
 
@@ -542,20 +558,23 @@ def estimate_sweep(
         the same
     higher_is_better : bool, default True
         direction of the metric
+    journal : default None
+        an open `Journal`: with all predictions there, no gradients are taken; None: nothing is kept
 
     Returns
     -------
     SweepResult
     """
     check_estimator(by, perturbations)
-    base = evaluate(model, eval_fn)
+    base = recorded_baseline(journal, evaluate(model, eval_fn))
     pieces = pieces_of(fewer(eval_fn, max(enough, size)), higher_is_better=higher_is_better)
     check_gradients(model, pieces)
     what, value, rises = metric_name, base.value, higher_is_better
     if base.objective is not None: what, value, rises = objective_name, base.objective, False
     groups = [unit for unit in units if isinstance(unit, ChannelGroup) and not unit.reason]
     plain = [unit for unit in units if not isinstance(unit, ChannelGroup)]
-    of_model = _Estimating(model, estimators[by](model, pieces, plain, groups, size), value, rises)
+    find_look = partial(estimators[by], model, pieces, plain, groups, size)
+    of_model = _Estimating(model, find_look, value, rises, journal, (by, size))
     found = {p.level: ([], list(skipped)) for p in perturbations}
     with leave_no_trace(model, weights=()):
         model.eval()

@@ -985,7 +985,7 @@ def known_scores(
     """
     found = {}
     for key, data in journal.records.items():
-        if key == "baseline": continue
+        if key == "baseline" or key.startswith('["estimate"'): continue
         try:
             level, name = json.loads(key)
             found[level, name] = score_from(data)

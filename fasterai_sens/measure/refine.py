@@ -217,6 +217,15 @@ def _together(
     names = {row.name for result in results for row in result.layers}
     return SweepResult(results, sorted(names, key=place.get))
 
+class _Adding:
+    "What the block raises has as `partial` what was measured in the block and before it"
+    def __init__(self, sweeps:list, *about): self.sweeps, self.about = sweeps, about
+    def __enter__(self): return self
+    def __exit__(self, kind, error, _):
+        if error is None or not self.sweeps: return
+        last = getattr(error, "partial", None)
+        error.partial = _together(self.sweeps + ([last] if last else []), *self.about)
+
 # %% ../../nbs/measure/14_refine.ipynb #2afcf009
 @patch
 def measure(self:Refine,
@@ -261,13 +270,16 @@ def measure(self:Refine,
     left = self.budget(len(ladders.of), len(chosen))
     todo = ladders.wanted(chosen)
     for name, levels in ladders.refused.items(): todo.setdefault(name, set()).update(levels)
+    place = {u.name: i for i, u in enumerate(all_units(model)[0])}
     sweeps, tally = [], Tally(reuse)
     while todo:
         mine = [u for u in units if u.name in todo]
         levels = set().union(*todo.values())
         own = [p for p in perturbations if p.level in levels]
         todo = {u.name: todo[u.name] for u in mine}
-        sweeps.append(measure_levels(model, mine, own, eval_fn, wanted=todo, sample=sample, reuse=reuse, **about))
+        with _Adding(sweeps, perturbations, place):
+            found = measure_levels(model, mine, own, eval_fn, wanted=todo, sample=sample, reuse=reuse, **about)
+        sweeps.append(found)
         tally.add()
         by = self.by or goes_by([row for result in sweeps[0] for row in result.ranked])
         ladders.learn(sweeps[-1], chosen, by)
@@ -276,7 +288,6 @@ def measure(self:Refine,
         chosen = choose_levels(ladders.x, ladders.known, at_once, self.ceiling)
         todo = ladders.wanted(chosen)
     tally.write()
-    place = {u.name: i for i, u in enumerate(all_units(model)[0])}
     sweep = _together(sweeps, perturbations, place)
     for result in sweep: result.settings = result.settings | {"adaptive": str(self)}
     return sweep
