@@ -445,7 +445,7 @@ words = {
     "follows more channels": "torch-pruning loses track of its channels", "read by no layer": "torch-pruning loses track of its channels",
     "nothing can be saved": "no rank saves anything", "is out of reach": "no rank saves anything",
     "does not call it as a layer": "not called as a layer", "it is not called as a layer": "not called as a layer",
-    "may be more than": "a subclass that may do more", "not reached in": "not reached in the time"}
+    "is a class of its own": "a subclass that may do more", "not reached in": "not reached in the time"}
 
 
 def shorten(reason):

@@ -1948,6 +1948,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fasterai_sens/measure/objectives.py'),
                                                   'fasterai_sens.measure.objectives._predict': ( 'measure/objectives.html#_predict',
                                                                                                  'fasterai_sens/measure/objectives.py'),
+                                                  'fasterai_sens.measure.objectives._scored': ( 'measure/objectives.html#_scored',
+                                                                                                'fasterai_sens/measure/objectives.py'),
                                                   'fasterai_sens.measure.objectives._warn_of_tokens': ( 'measure/objectives.html#_warn_of_tokens',
                                                                                                         'fasterai_sens/measure/objectives.py'),
                                                   'fasterai_sens.measure.objectives.as_objective': ( 'measure/objectives.html#as_objective',

@@ -420,3 +420,19 @@ class Joined(nn.Module):
 def test_accuracy_is_not_minimized(run):
     """Data means accuracy; the wrong direction is an error, not a ranking upside down."""
     with pytest.raises(ValueError, match="more is better"): run(net(), (x, y))
+
+
+def test_a_metric_that_takes_an_output_for_a_tensor():
+    """Of a Hugging Face model a metric gets the whole output, as the help says; an error says how to take the logits"""
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3)).eval()
+    batch = dict(input_ids=torch.randint(50, (8, 6)), labels=torch.randint(3, (8,)))
+    with pytest.raises(TypeError, match=r"here a SequenceClassifierOutput: use predictions\.logits"):
+        evaluation(batch, lambda p, t: (p.argmax(-1) == t).float(), "kl")(model)
+    with pytest.raises(TypeError, match=r"here a SequenceClassifierOutput"):
+        evaluation(batch, lambda p, t: (p.logits.argmax(-1) == t).float(), F.cross_entropy)(model)
+    right, kl = evaluation(batch, lambda p, t: (p.logits.argmax(-1) == t).float(), "kl")(model)
+    assert right.shape == (8,) and torch.equal(kl, torch.zeros(8))
+    with pytest.raises(AttributeError, match="no attribute 'none'"):   # a mistake of another kind is not explained away
+        evaluation((torch.randn(4, 3), torch.zeros(4)), lambda p, t: p.none)(torch.nn.Identity())
+    assert "`predictions.logits`" in evaluation.__doc__

@@ -243,8 +243,8 @@ def test_zoo_counts_are_what_was_promised(name):
 
 REFUSED = {
     "root_is_a_layer": {"": "the model is this layer"},
-    "subclasses": {"0": "Scaled may be more"},
-    "attention": {"attn.in_proj_weight": "does not call it as a layer", "attn.out_proj": "NonDynamicallyQuantizableLinear may be more"},
+    "subclasses": {"0": "Scaled is a class of its own"},
+    "attention": {"attn.in_proj_weight": "does not call it as a layer", "attn.out_proj": "NonDynamicallyQuantizableLinear is a class of its own"},
     "swin": {"features.1.0.attn.qkv": "not called as a layer on the sample"},
     "depthwise_separable": {"1": "1 x 9 in each of 8 groups, where two layers of rank 1 keep 111 %"},
 }
@@ -271,7 +271,7 @@ def test_replaced_forward_extra_inputs_numbers_that_are_none():
     net.a.forward = lambda x, f=net.a.forward: f(x)
     x = torch.randn(1, 8, 6, 6)
     reasons = {u.name: u.in_the_way for u in rank_units(net, all_units(net)[0], x)}
-    assert reasons["b"] is None and "Conv2d may be more" in reasons["a"] and "more than its input" in reasons["up"]
+    assert reasons["b"] is None and "Conv2d is a class of its own" in reasons["a"] and "more than its input" in reasons["up"]
     net.b.weight.data[0] = torch.nan
     assert "not finite" in LowRank(50).refusal(all_units(net)[0][0])
 

@@ -45,6 +45,19 @@ def forget_untouched(
     """
     if hasattr(eval_fn, "new_baseline"): eval_fn.new_baseline()
 
+def _scored(
+    metric:Callable, # or an objective
+    preds,           # what the model returned
+    targs,
+):
+    "The score of some outputs; where a function takes an object for a tensor, the error says what it got"
+    try: return metric(preds, targs)
+    except (AttributeError, TypeError) as e:
+        if logits_of(preds) is preds: raise
+        kind = type(preds).__name__
+        raise TypeError(f"{e}; a metric or objective gets what the model returns, here a {kind}: "
+                        "use predictions.logits, or what else is in it, in your function") from e
+
 class Evaluation:
     """An `eval_fn`: runs a model over data once, and scores what comes out
 
@@ -82,10 +95,10 @@ class Evaluation:
         a score for each sample, or one number; or (metric, objective)
         """
         preds, targs = self.run(model)
-        score = self.metric(preds, targs)
+        score = _scored(self.metric, preds, targs)
         _warn_of_tokens(score, preds)
         if self.objective is None: return score
-        return score, self.objective(preds, targs)
+        return score, _scored(self.objective, preds, targs)
 
     def new_baseline(self):
         "Forget the untouched model: the next one that is evaluated takes its place"
@@ -346,7 +359,9 @@ def evaluation(
 )->Evaluation:       # an `eval_fn`; the model is run in eval mode, without gradients, and comes back as it was
     """Run a model over `data` once, and score all its outputs together
 
-    Raises ValueError for data that can be read only once, or is empty.
+    Predictions are what the model returns, of all batches: a tensor, or for Hugging Face a `ModelOutput`, of which a
+    metric takes what it needs, such as `predictions.logits`; "kl" finds the logits itself. Raises ValueError for data
+    that can be read only once, or is empty, and TypeError where a metric takes such an object for a tensor.
 
     Parameters
     ----------

@@ -398,7 +398,7 @@ def rank_obstacle(
     for module in unit.modules:
         if is_plain(module): continue
         kind = type(module).__name__
-        return f"{kind} may be more than a linear layer, a convolution or an embedding, so two may not do the same"
+        return f"{kind} is a class of its own: what it does beyond a plain layer would be lost in two plain ones"
     why = next(filter(None, map(_look_up_obstacle, unit.modules)), None)
     if why: return why
     if not all(_fit_together(unit.module, module) for module in unit.modules):
