@@ -30,7 +30,8 @@ from ..core.plans import LayerTargets, Plan, note_reshaped, reshaped_by
 from ..core.layers import all_units, check_model, place
 from ..core.counters import n_bytes
 from fasterai_sens.core.packing import (
-    Archive, count_zeros, is_written, open_archive, pack_bits, pack_places, unpack_bits, unpack_places, write_archive
+    Archive, Contents, count_zeros, is_written, open_archive, pack_bits, pack_places, unpack_bits, unpack_places,
+    write_archive,
 )
 from ..methods.criteria import large_final
 from ..methods.widths import n_params
@@ -905,7 +906,7 @@ def load_compressed(
 # %% ../../nbs/plans/14_files.ipynb #8811dd5e
 def describe_compressed(
     path, # file that `save_compressed` wrote
-)->list:  # dicts of tensor, shape, form, method, level, bytes (part -> bytes), before
+)->Contents: # dicts of tensor, shape, form, method, level, bytes (part -> bytes), before; shown as a table
     """What each tensor of a file takes, and what it would take in full. Raises ValueError if the file is damaged
 
     Parameters
@@ -915,10 +916,10 @@ def describe_compressed(
 
     Returns
     -------
-    list
-        dicts of tensor, shape, form, method, level, bytes (part -> bytes), before
+    Contents
+        dicts of tensor, shape, form, method, level, bytes (part -> bytes), before; shown as a table
     """
-    rows = []
+    rows = Contents()
     with open_archive(path) as archive:
         for entry in _read_entries(archive):
             size = _dtypes[entry.dtype].itemsize
