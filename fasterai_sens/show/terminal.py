@@ -354,7 +354,7 @@ def in_lines(
     width = max(map(len, rows)) + 4
     lines = []
     for heading, text in rows.items():
-        first, rest = f"  {heading}".ljust(width), " "*width
+        first, rest = f"  {heading}".ljust(width), "".ljust(width)
         lines.append(textwrap.fill(text, 110, initial_indent=first, subsequent_indent=rest))
     return "\n".join(line for line in lines if line)
 
