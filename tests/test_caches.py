@@ -757,6 +757,7 @@ def compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_frozen_models_are_refused(compiler):
     """Weights folded into compiled code do not change"""
     with inductor.patch(freezing=True):

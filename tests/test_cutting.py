@@ -53,7 +53,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("seed,name", enumerate(NETS))
+@pytest.mark.parametrize("seed,name", [pytest.param(i, n, marks=[pytest.mark.slow]*(i > 1)) for i, n in enumerate(NETS)])
 def test_the_cut_network_is_the_masked_one(name, seed):
     """Filters of all layers and their norms at random, made to agree, and as they come, so that coupled layers disagree"""
     build, size = NETS[name]

@@ -226,7 +226,7 @@ def test_members_are_the_smallest():
 # ---- what happens to them
 
 
-QUICK = "resnet", "mobilenet_v2", "mobilenet_v3", "mnasnet", "squeezenet"
+QUICK = "resnet", "squeezenet"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES])

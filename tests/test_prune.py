@@ -464,7 +464,7 @@ def test_every_group_keeps_its_best_channel():
 
 
 @pytest.mark.parametrize("context", ["local", "global"])
-@pytest.mark.parametrize("arch", ["resnet18", "resnext", "mobilenet_v2"])
+@pytest.mark.parametrize("arch", ["resnet18", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnext", "mobilenet_v2"))])
 def test_multiples_of_eight(arch, context):
     """Also in grouped convolutions, which lose as many channels from each group."""
     old, model = made(arch), made(arch)
@@ -741,7 +741,7 @@ def smaller(arch, ratio=40):
     return model.eval()
 
 
-@pytest.mark.parametrize("arch", ["small", "resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize("arch", ["small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "mobilenet_v2"))])
 def test_the_smaller_model_trains(arch):
     model = smaller(arch).train()
     torch.manual_seed(0)
@@ -1237,7 +1237,7 @@ def new():
         yield load("prune.pruner").Pruner, load("core.criteria").large_final
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize("arch", ["resnet18", pytest.param("mobilenet_v2", marks=pytest.mark.slow)])
 def test_fasterai_04_takes_our_targets(new, arch):
     theirs, criterion = new
     model, other = made(arch), made(arch)

@@ -47,7 +47,7 @@ ways = {
 }
 
 
-@pytest.mark.parametrize("options", ways.values(), ids=ways)
+@pytest.mark.parametrize("options", [pytest.param(ways[name], id=name, marks=[pytest.mark.slow]*(name not in ("pruning", "sparsity"))) for name in ways])
 def test_ended_anywhere(options, tmp_path):
     """Ended in each stage in turn: the same numbers and the same weights, to the bit, also with other random numbers; no stage is trained twice"""
     whole, fits = tmp_path / "whole", tmp_path / "fits"

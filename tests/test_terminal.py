@@ -168,6 +168,7 @@ def test_budget_out_of_reach(here):
     assert main(["plan", "a.json", "--job", "job.py", "--budget", "params=2%"]) == 3
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are those of Unix")
+@pytest.mark.slow
 def test_interrupted_and_taken_up_again(here):
     """Ctrl-C ends with 130; the same call goes on with its journal."""
     call = [*command, "sweep", "job.py:slow", "--levels", "20", "40", "60", "80", "--journal", "j.jsonl", "--set", "reuse=False"]
@@ -237,6 +238,7 @@ def test_verbose_says_what_happens_in_silence(here, capsys):
     assert "INFO: 4 is left out at level 50: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_log_is_quiet_until_somebody_asks():
     """In a process without any handler nothing of the log is on stderr; with `basicConfig` it is."""
     code = ("import logging, torch; from torch import nn; from fasterai_sens import analyze_sensitivity; {}; torch.manual_seed(0); "

@@ -91,7 +91,7 @@ SHORT = dict(
 )
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow]*(n != "resnet18")) for n in SETS])
 def test_dependency_sets(name, tmp_path):
     """Coupled layers as the architecture couples them, every layer in one set, and the file says the same"""
     torch.manual_seed(0)
@@ -1524,7 +1524,7 @@ resnext = partial(tv.ResNet, tv.resnet.Bottleneck, [1, 1, 1, 1], groups=32, widt
 NETS = {"resnet18": (tv.resnet18, 50), "mobilenet_v2": (tv.mobilenet_v2, 50), "resnext": (resnext, 75)}
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow]*(n != "resnet18")) for n in NETS])
 def test_fixed_masks_can_be_cut(name):
     """Coupled layers agree, grouped ones lose as many from each group, and cutting gives what masking gives"""
     build, pct = NETS[name]

@@ -83,7 +83,7 @@ def by_hand(net, targets, schedule, clip=0.0):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("name", plans)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow]*(n != "both")) for n in plans])
 def test_the_numbers_of_a_plain_loop(name, clip, tmp_path):
     ours, theirs = Net(), Net()
     by_hand(ours, named(plans[name]), lin, clip)
@@ -160,7 +160,7 @@ def test_no_dense_checkpoint_comes_back(tmp_path):
     assert zeros(net.layers)[0] == 51 and t.state.best_model_checkpoint is None
 
 
-@pytest.mark.parametrize("name", plans)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow]*(n != "both")) for n in plans])
 def test_a_training_goes_on_from_a_checkpoint(name, tmp_path):
     """To the bit, with the float weights and masks that the checkpoint holds; without them it says so."""
     whole, half = Net(), Net()

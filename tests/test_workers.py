@@ -235,6 +235,7 @@ def test_perturbation_and_random_evaluation_of_a_notebook():
         for level in (.1, 1.): assert plain(drawing.analyze(Noisy(level), verbose=False)) == plain(drawing.analyze(Noisy(level), **two))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_in_a_sweep(tmp_path):
     """Its unit is measured again, by another process"""
     is_here = where()
@@ -374,6 +375,7 @@ def test_degradation_to_the_bit(compression):
     assert repr(here) == repr(there)
 
 
+@pytest.mark.slow
 def test_search_to_the_bit():
     """Candidates of a stage side by side, if joblib's configuration names processes: the same plan, ranking and count"""
     net, many = small_net(), torch.randn(400, 3, 8, 8, generator=torch.Generator().manual_seed(1))
