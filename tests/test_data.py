@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
@@ -30,6 +31,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from fasterai_sens import (
     FineTuned,
     SensitivityAnalyzer,
+    Settle,
     SparsifyCallback,
     allocate,
     analyze_degradation,
@@ -436,3 +438,65 @@ def test_a_metric_that_takes_an_output_for_a_tensor():
     with pytest.raises(AttributeError, match="no attribute 'none'"):   # a mistake of another kind is not explained away
         evaluation((torch.randn(4, 3), torch.zeros(4)), lambda p, t: p.none)(torch.nn.Identity())
     assert "`predictions.logits`" in evaluation.__doc__
+
+
+calls = {
+    "analyze": lambda a: a.analyze("sparsity", 50, verbose=False),
+    "estimate": lambda a: a.estimate("sparsity", [50, 90], verbose=False),
+    "settle": lambda a: a.sweep("sparsity", [50], adaptive=Settle(threshold=.1), verbose=False),
+    "search_targets": lambda a: search_targets(a.model, a.sample, a.eval_fn, 50, evaluations=30, verbose=False),
+    "search_plan": lambda a: search_plan(a.model, a.sample, a.eval_fn, a.sweep("sparsity", [50, 90], verbose=False), {"params": "60%"}, evaluations=30, verbose=False),
+}
+
+
+@pytest.mark.parametrize("call_it", calls.values(), ids=calls)
+@pytest.mark.parametrize("wrap", [lambda dl: dl, lambda dl: evaluation(dl, is_right, "kl")], ids=["loader", "evaluation"])
+def test_reading_loaders_draws_nothing(wrap, call_it):
+    """A DataLoader draws a random number whenever it is read; who trains later has the numbers that he had."""
+    analyzer = SensitivityAnalyzer(net(), x[:1], wrap(DataLoader(TensorDataset(x, y), batch_size=16)))
+    state = torch.get_rng_state()
+    call_it(analyzer)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def is_right(preds, targs):
+    """Whether each is right"""
+    return (preds.argmax(1) == targs).float()
+
+
+def two_inputs():
+    """A Learner whose model takes two inputs, sizes in the order of the data"""
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, one, other): return self.b(F.relu(self.a(one + other)))
+    torch.manual_seed(1)
+    ds = TensorDataset(x, x.flip(0), y)
+    dls = DataLoaders.from_dsets(ds, ds, bs=16, num_workers=0, device="cpu", n_inp=2)
+    return Learner(dls, Sum().eval(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+
+
+def test_learner_is_data():
+    """What takes single samples gets those of a Learner: an estimate, a few samples first, parts in a search; the numbers are those of its batches as data."""
+    learn = two_inputs()
+    ours = SensitivityAnalyzer.from_learner(learn)
+    theirs = SensitivityAnalyzer(learn.model, (x[:1], x[:1]), evaluation(learn.dls.valid, is_right, "kl"))
+    damages = [[row.delta for result in a.estimate("sparsity", [50, 90], verbose=False) for row in result.layers] for a in (ours, theirs)]
+    assert damages[0] == pytest.approx(damages[1], abs=1e-7) and max(damages[0]) > 0
+    sides = [[row.side for row in a.sweep("sparsity", [50], adaptive=Settle(threshold=.1), verbose=False)[0].layers] for a in (ours, theirs)]
+    assert sides[0] == sides[1] and None not in sides[0]
+    plans = [search_targets(a.model, a.sample, a.eval_fn, 60, evaluations=30, verbose=False).plan for a in (ours, theirs)]
+    assert plans[0] == plans[1]
+
+
+def test_learner_that_does_more_is_no_data():
+    """Where a callback comes between data and model, or samples come in another order, nobody takes the batches for what the model sees."""
+    learn = two_inputs()
+    class Doubled(Callback):
+        def before_batch(self): self.learn.xb = tuple(2*t for t in self.xb)
+    with learn.added_cbs(Doubled()): analyzer = SensitivityAnalyzer.from_learner(learn)
+    with pytest.raises(ValueError, match="of a Learner evaluation"): analyzer.estimate("sparsity", [50])
+    turned = learn.dls.valid.new(get_idxs=lambda: list(range(40))[::-1])
+    with pytest.raises(ValueError, match="of a Learner evaluation"): SensitivityAnalyzer.from_learner(learn, dl=turned).estimate("sparsity", [50])

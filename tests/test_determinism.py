@@ -15,7 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from fasterai_sens import SensitivityAnalyzer, analyze_degradation, compress_to_size, search_plan, search_targets
+from fasterai_sens import (
+    Refine,
+    SensitivityAnalyzer,
+    Settle,
+    allocate,
+    analyze_degradation,
+    compress_to_size,
+    search_plan,
+    search_targets,
+)
 
 QUIET = dict(verbose=False)
 
@@ -61,6 +70,12 @@ def calls(workers=None, reuse="auto", journal=None, width=8):
     more["search_targets"] = lambda: search_targets(net, x[:2], (x, y), 60, evaluations=30, **QUIET, **kept("targets"))
     more["search_plan"] = lambda: search_plan(net, x[:2], (x, y), sweep, "60%", evaluations=20, **QUIET, **kept("plan"))
     more["compress_to_size"] = lambda: compress_to_size(net, x[:2], "70%", "sparsity", **QUIET).model
+    bits = a.sweep("quantization", [3, 5, 8], **QUIET)
+    more["settle"] = lambda: a.sweep("sparsity", [30, 60], adaptive=Settle(threshold=0.05), **QUIET, **b)
+    more["refine"] = lambda: a.sweep("sparsity", adaptive=Refine(per_unit=3), **QUIET, **b)
+    more["allocate"] = lambda: allocate([sweep, bits], "50%", cost="bytes", model=net, sample=x[:2])
+    more["joint"] = lambda: search_plan(net, x[:2], (x, y), [sweep, bits], "60%", "bytes", evaluations=15, **QUIET)
+    more["to_bit_plan"] = lambda: bits.to_bit_plan(net, target_bits=5)
     more["degradation"] = lambda: analyze_degradation(net, x[:2], a.eval_fn, (100, 80, 60), "quantization", runs=0, **QUIET, **b, **kept("degradation"))
     return more
 
@@ -104,6 +119,33 @@ def test_resumed_from_half_a_journal(first, tmp_path):
         file.write_text("".join(lines[: (len(lines) + 1) // 2]))
     assert len(files) == 8
     assert run(journal=tmp_path) == first
+
+
+def chance(x):
+    """An evaluation on samples that PyTorch draws, with numbers that NumPy and Python draw"""
+
+    @torch.no_grad()
+    def score(model):
+        some = x[torch.randint(len(x), (16,))]
+        return model(some).sum().item() + np.random.rand() + random.random()  # noqa: NPY002
+
+    return score
+
+
+@pytest.mark.filterwarnings("ignore:eval_fn gives the model other inputs")
+@pytest.mark.parametrize("options", [{}, dict(reuse=True), pytest.param(dict(n_jobs=2), marks=pytest.mark.slow)])
+def test_chance_from_the_same_seed(options):
+    """An evaluation that draws random numbers draws them from where the caller's stand: the same from there, others from elsewhere"""
+    net, x, _ = network()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
+        about = dict(reuse=options.get("reuse", False))
+        jobs = {name: n for name, n in options.items() if name != "reuse"}
+        found.append(plain(SensitivityAnalyzer(net, x[:2], chance(x), **about).analyze("sparsity", 50, repeats=3, **QUIET, **jobs)))
+    assert found[0] == found[1] != found[2]
 
 
 def elsewhere(hash_seed, *options):

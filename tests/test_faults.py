@@ -1,9 +1,11 @@
 """What an evaluation may do wrong, at each of its calls in turn: the model comes back, and the error says what was measured."""
+import json
 import signal
 import threading
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -11,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from fasterai_sens import Refine, SensitivityAnalyzer, analyze_degradation, evaluation, search_plan, search_targets
+from fasterai_sens import Refine, SensitivityAnalyzer, Settle, analyze_degradation, evaluation, search_plan, search_targets
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.signals import limited
+from fasterai_sens.measure.loop import Written
 
 LEVELS = {"sparsity": [50, 90], "pruning": [25, 50], "quantization": [8, 4], "low_rank": [25, 50]}
 has_alarm = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="nothing interrupts an evaluation here")
@@ -283,7 +286,7 @@ def per_sample(of=None, at=None):
             out = model(x)
         found = (out.argmax(1) == y).float(), nn.functional.cross_entropy(out, y, reduction="none")
         return OTHERS[of](found) if len(calls) == at else found
-    eval_fn.calls = calls
+    eval_fn.calls, eval_fn.known_as = calls, "accuracy and loss"   # which call goes wrong is no part of what it says
     return eval_fn
 
 
@@ -375,3 +378,201 @@ def test_what_was_measured_is_handed_over(entry, method, tmp_path):
     with pytest.raises(KeyboardInterrupt) as e, limited(60):
         run(entry, method, net, x, Faulty("interrupted", 1), tmp_path)
     assert getattr(e.value, "partial", None) is None
+
+
+ASKED = Settle(top=1, first=8)   # looks at 8, 12, 18, 27, 41, 62 and 64 samples
+
+
+def settled(at=None, kind="interrupted", asked=ASKED, **options):
+    """An analyzer with scores of samples, what it found with `Settle`, and how often the metric was called; at one of its calls a fault"""
+    net, x, y = network()
+    calls = []
+
+    def metric(out, y):
+        calls.append(1)
+        return FAULTS[kind]() if len(calls) == at else (out.argmax(1) == y).float()
+    analyzer = SensitivityAnalyzer(net, x[:4], evaluation((x, y), metric), reuse=False)
+    before = fingerprint(net)
+    try:
+        found = analyzer.sweep("sparsity", [50, 90], adaptive=asked, verbose=False, **options)
+    except (*RAISES.values(), ValueError) as e:
+        found = e.partial
+        assert analyzer.last is found
+    assert changes(before, fingerprint(net)) == []
+    return found, len(calls)
+
+
+@pytest.mark.parametrize("kind", ["interrupted", "raises", "wrong shape"])
+def test_settling_hands_over_what_was_measured(kind):
+    """At each call in turn, or some: every unit with the samples that it got by then, scored as by whom looks at no more"""
+    whole, n = settled()
+    assert n > 20 and all(row.n for result in whole for row in result.layers)
+    by_samples = {}
+    for most in (8, 12, 18):
+        found, _ = settled(asked=replace(ASKED, most=most))
+        by_samples |= {(result.compression_level, row.name, row.n): row.delta for result in found for row in result.layers if row.n == most}
+    n_before, compared = -1, 0
+    for at in range(1, n + 1) if kind == "interrupted" else (1, 2, 3, 10, n):
+        found, _ = settled(at, kind)
+        rows = [(result.compression_level, row.name, row) for result in found or () for row in result.layers]
+        n_now = sum(row.n for _, _, row in rows)
+        assert (found is None) == (at <= 2) and n_now >= n_before, at   # the untouched model comes first
+        n_before = n_now
+        for level, name, row in rows:
+            compared += (level, name, row.n) in by_samples
+            assert by_samples.get((level, name, row.n), row.delta) == row.delta and row.baseline_metric == found[0].baseline_metric
+    assert compared > (20 if kind == "interrupted" else 5)
+    assert repr([result.as_dict() for result in settled()[0]]) == repr([result.as_dict() for result in whole])
+
+
+def test_estimates_hand_over_what_was_predicted():
+    """Ended while a unit is compressed, an estimate has the units before it; ended in its gradients, nothing; ended in its check, all"""
+    net, x, y = network()
+    before = fingerprint(net)
+
+    def estimated(at_score=None, at_metric=None, at_loss=None):
+        n = Counter()
+
+        def counted(name, at, f):
+            def call(*given):
+                n[name] += 1
+                return throw(KeyboardInterrupt) if n[name] == at else f(*given)
+            return call
+        data = evaluation((x, y), counted("metric", at_metric, lambda out, y: (out.argmax(1) == y).float()),
+                          counted("loss", at_loss, partial(nn.functional.cross_entropy, reduction="none")))
+        analyzer = SensitivityAnalyzer(net, x[:4], data, criteria=counted("score", at_score, torch.abs), reuse=False)
+        try:
+            found = analyzer.estimate("sparsity", [25, 50, 75], check=2, size=16, verbose=False)
+        except KeyboardInterrupt as e:
+            found = e.partial
+        assert analyzer.last is found and changes(before, fingerprint(net)) == []
+        return found and [result.as_dict() for result in found], n
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")   # so small a network is not estimated well
+        whole, n = estimated()
+        assert estimated(at_metric=1)[0] is None and estimated(at_loss=3)[0] is None
+        assert repr(estimated(at_metric=n["metric"])[0]) == repr(whole)
+        sizes = []
+        for at in range(1, n["score"] + 1):
+            found, _ = estimated(at_score=at)
+            sizes.append(sum(len(result["layers"]) for result in found or ()))
+            for part, every in zip(found or (), whole, strict=False):
+                assert repr(part["layers"]) == repr(every["layers"][:len(part["layers"])])
+        assert sizes == sorted(sizes) and sizes[0] == 0 and {3, 6, 9} <= set(sizes)
+
+
+class Writes:
+    """An evaluation that changes a weight at one of its calls, behind PyTorch's back or not, and is interrupted at another"""
+
+    def __init__(self, at, stop=None, in_data=True):
+        self.at, self.stop, self.in_data, self.n = at, stop, in_data, 0
+        _, self.x, self.y = network()
+
+    def __call__(self, model):
+        self.n += 1
+        if self.n == self.stop:
+            raise KeyboardInterrupt
+        with torch.no_grad():
+            weight = model[5].weight
+            if self.n == self.at:
+                (weight.data if self.in_data else weight).mul_(.5)
+            return -nn.functional.cross_entropy(model(self.x), self.y, reduction="none")
+
+
+@pytest.mark.parametrize("in_data", [True, False])
+@pytest.mark.parametrize("reuse", [False, "auto"])
+def test_numbers_of_changed_weights_are_not_handed_over(reuse, in_data, tmp_path):
+    """Not in `partial`, also if an interrupt comes first; and none of them gets into a journal"""
+    net, x, _ = network()
+    before = fingerprint(net)
+
+    def measured(eval_fn, journal=None):
+        analyzer = SensitivityAnalyzer(net, x[:4], eval_fn, reuse=reuse)
+        try:
+            found = analyzer.sweep("sparsity", [20, 50, 80], verbose=False, journal=journal)
+        except (ValueError, KeyboardInterrupt) as e:
+            found = e.partial
+        assert analyzer.last is found and changes(before, fingerprint(net)) == []
+        return {(result.compression_level, row.name): row.compressed_metric for result in found or () for row in result.layers}
+    whole = measured(Writes(None))
+    assert len(whole) == 9
+    for at in range(2, 11):
+        for stop in (None, at + 1, at + 3):
+            assert measured(Writes(at, stop, in_data)).items() <= whole.items()
+            journal = tmp_path / f"{at} {stop}"
+            assert measured(Writes(at, stop, in_data), journal).items() <= whole.items()
+            kept = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+            kept = {tuple(json.loads(line["key"])): line["data"]["value"] for line in kept if line["key"] != "baseline"}
+            assert kept.items() <= whole.items() and len(kept) >= min(at, stop or at) - 2
+    assert measured(Writes(None, 6)) and measured(Writes(None, 6)).items() <= whole.items()   # what can be used is handed over
+
+
+LEFT_BEHIND = {
+    "numbers of a buffer": lambda norm: norm.running_mean.data.add_(.5),
+    "another buffer": lambda norm: setattr(norm, "running_var", 2*norm.running_var),
+    "a mode": lambda norm: norm.train(),
+    "an attribute": lambda norm: setattr(norm, "eps", .5),
+    "a hook": lambda norm: norm.register_forward_hook(lambda m, args, out: 2*out),
+}
+
+
+@pytest.mark.parametrize("method", ["sparsity", "pruning"])
+@pytest.mark.parametrize("kind", ["numbers of a buffer", "a hook", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(LEFT_BEHIND)[1:4])])
+@pytest.mark.parametrize("asked", [None, Settle(top=1, first=8)])
+def test_numbers_of_a_changed_model_are_not_handed_over(asked, kind, method):
+    """What an evaluation leaves on the model behind it, and an interrupt soon after: no later number is handed over, and none that can be is lost"""
+    net, x, y = network()
+    before = fingerprint(net)
+
+    def measured(at=None, stop=None):
+        n = []
+
+        def metric(out, y):
+            n.append(1)
+            if len(n) == at:
+                LEFT_BEHIND[kind](net[1])
+            if len(n) == stop:
+                raise KeyboardInterrupt
+            return -nn.functional.cross_entropy(out, y, reduction="none")
+        analyzer = SensitivityAnalyzer(net, x[:4], evaluation((x, y), metric), reuse=False)
+        try:
+            found = analyzer.sweep(method, [20, 50, 80], adaptive=asked, verbose=False)
+        except KeyboardInterrupt as e:
+            found = e.partial
+        assert analyzer.last is found and changes(before, fingerprint(net)) == []
+        return {(row.name, result.compression_level, row.n): row.delta for result in found or () for row in result.layers if row.prunable}, len(n)
+    whole, n = measured()
+    assert measured(at=5)[0] == whole   # without an interrupt all is measured again
+    assert asked or [len(measured(stop=stop)[0]) for stop in range(2, n)] == list(range(n - 2))
+    for at in (6, 22) if asked else range(2, n):   # the 22nd is of the untouched model, in a later block
+        known = dict(whole)
+        for stop in range(at - 3, at + 5) if asked else ():   # with as many samples as there are then
+            known |= measured(stop=stop)[0]
+        for stop in (at + 1, at + 2, at + 4):
+            assert measured(at, stop)[0].items() <= known.items(), (at, stop)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("place", [0, 5])
+def test_another_parameter_in_place_of_a_weight_is_refused(place, reuse):
+    """Put there at any call: said as what it is, also where the next unit finds it, or none does, and the model has its own again"""
+    net, x, y = network()
+    before, whole = fingerprint(net), {}
+    for at in (99, *range(1, 8)):
+        n = []
+
+        def eval_fn(model, n=n, at=at):
+            n.append(1)
+            if len(n) == at:
+                model[place].weight = nn.Parameter(torch.zeros_like(model[place].weight))
+            with torch.no_grad():
+                return (model(x).argmax(1) == y).float()
+        analyzer = SensitivityAnalyzer(net, x[:4], eval_fn, reuse=reuse)
+        if at == 99:
+            analyzer.sweep("sparsity", [50, 90], verbose=False)
+        else:
+            with pytest.raises(Written):
+                analyzer.sweep("sparsity", [50, 90], verbose=False)
+        found = {(result.compression_level, row.name): row.compressed_metric for result in analyzer.last or () for row in result.layers}
+        whole = whole or found
+        assert found.items() <= whole.items() and changes(before, fingerprint(net)) == []

@@ -1,5 +1,6 @@
 """Journals: whatever ends a measurement, the next call goes on where it stopped, and finds what an undisturbed one finds."""
 import json
+import os
 import random
 import signal
 import subprocess
@@ -7,20 +8,39 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from joblib import parallel_config
 from journal_script import network
 from torch import nn
 
-from fasterai_sens import Refine, SensitivityAnalyzer, Settle, analyze_degradation, evaluation, large_final, movement, search_plan, search_targets, wanda
+from fasterai_sens import (
+    Refine,
+    SensitivityAnalyzer,
+    Settle,
+    Sparse,
+    analyze_degradation,
+    evaluation,
+    large_final,
+    movement,
+    search_plan,
+    search_targets,
+    taylor,
+    wanda,
+)
 from fasterai_sens.core.fingerprint import changes, fingerprint
 from fasterai_sens.core.journal import Journal, merge_journals
+from fasterai_sens.methods.criteria import seeded
+from fasterai_sens.methods.observers import Percentile
 
 script = Path(__file__).with_name("journal_script.py")
 levels = [20, 50, 80]
+the_worst = Settle(top=1, first=8)
 
 
 class Ends(BaseException):
@@ -38,7 +58,7 @@ def per_sample(fail_at=None, log=None):
             raise Ends
         with torch.no_grad():
             return (model(x).argmax(1) == y).float(), nn.functional.cross_entropy(model(x), y, reduction="none")
-    eval_fn.log = log
+    eval_fn.log, eval_fn.known_as = log, "accuracy and loss"   # where it ends is no part of what it says
     return eval_fn
 
 
@@ -124,6 +144,7 @@ def test_refining_ended_anywhere(tmp_path):
                 in_flight.add(state)
                 raise Ends
             return scored(model)
+        eval_fn.known_as = "accuracy and loss"
         return repr(sweep(eval_fn, journal, levels=[20, 30, 40, 50, 60, 70, 80], adaptive=Refine(per_unit=5))), n
     expected, n = refine()
     path = tmp_path / "refined"
@@ -138,6 +159,71 @@ def test_refining_ended_anywhere(tmp_path):
     ends = per_sample()
     sweep(ends, path, levels=[20, 80])
     assert len(ends.log) == 1   # a plain sweep finds the ends of the curves there
+
+
+def settle(asked=the_worst, end_at=None, journal=None, seen=None, reuse=False, layers=None):
+    """What is settled, as text, and the number of calls; `seen` counts the models that were evaluated, each with its number of samples"""
+    net, x, y = network()
+    n, now = 0, []
+
+    def metric(out, y):
+        nonlocal n
+        n, state = n + 1, (*now, len(out))
+        if seen is not None and sum(now):
+            seen[state] += 1
+        if n == end_at:
+            raise Ends
+        return (out.argmax(1) == y).float()
+    metric.known_as = "accuracy"
+    if seen is not None:
+        net.register_forward_pre_hook(lambda m, args: now.__setitem__(slice(None), [int((p == 0).sum()) for p in m.parameters()]))
+    analyzer = SensitivityAnalyzer(net, x[:1], evaluation((x, y), metric), reuse=reuse)
+    found = analyzer.sweep("sparsity", levels, adaptive=asked, layers=layers, journal=journal, verbose=False)
+    return repr([result.as_dict() for result in found]), n
+
+
+def test_settling_ended_anywhere(tmp_path):
+    """The same samples are looked at again: what was measured on them is not measured again, and the answers are those of an undisturbed run"""
+    seen, in_flight = Counter(), 0
+    expected, n = settle(seen=seen)
+    assert set(seen.values()) == {1}
+    n_blocks = n - len(seen)   # in each the untouched model comes first
+    path, ended, found = tmp_path / "settled", Counter(), None
+    for end_at in (2, 5, *[n_blocks + 3]*n):
+        try:
+            found, _ = settle(end_at=end_at, journal=path, seen=ended)
+            break
+        except Ends:
+            in_flight += 1
+    assert found == expected and in_flight > 5
+    assert set(ended) == set(seen) and ended.total() <= seen.total() + in_flight
+    ended.clear()
+    assert settle(journal=path, seen=ended) == (expected, n_blocks) and not ended
+    assert settle(journal=path, reuse="auto")[0] == settle(reuse="auto")[0] == expected
+
+
+def test_settling_over_workers_and_in_parts(tmp_path):
+    """Journals of some layers make that of all; workers find it, and fill it; another question about the same samples is answered from it as far as it goes"""
+    asked = Settle(threshold=.1, first=8)
+    expected, n = settle(asked)
+    whole, parts = tmp_path / "whole", [tmp_path / "a", tmp_path / "b"]
+    for part, layers in zip(parts, (["0", "2"], ["2", "4"]), strict=True):
+        settle(asked, journal=part, layers=layers)
+    merge_journals(parts, whole)
+    found, n_now = settle(asked, journal=whole)
+    assert found == expected and n_now < n/2
+    elsewhere = tmp_path / "elsewhere"
+    with parallel_config(backend="threading", n_jobs=2):
+        assert settle(asked, journal=elsewhere)[0] == expected
+    assert settle(asked, journal=elsewhere) == (expected, n_now)
+    other, n_other = settle(replace(asked, threshold=.02))
+    found, n_more = settle(replace(asked, threshold=.02), journal=whole)
+    assert found == other and n_now <= n_more < n_other
+    for option, said in (("first", "sampling first was 8 and is 12"), ("seed", "sampling seed was 0 and is 12"), ("most", "sampling most was None and is 12")):
+        with pytest.raises(ValueError, match=said):
+            settle(replace(asked, **{option: 12}), journal=whole)
+    with pytest.raises(ValueError, match="sampling was"):
+        sweep(per_sample(), whole)   # a plain one takes all samples at once
 
 
 def test_torn_anywhere(tmp_path):
@@ -233,6 +319,7 @@ def test_what_differs_is_named(tmp_path):
     bumped[2].weight.data[0, 0] += 1e-6
     leaky = nn.Sequential(*(nn.LeakyReLU(0.) if isinstance(m, nn.ReLU) else m for m in net))
     half = lambda m: tuple(t[:100] for t in per_sample()(m))   # noqa: E731
+    half.known_as = "accuracy and loss"   # it says so, and its baseline tells otherwise
     for options, word in ((dict(model=bumped), "weights 2.weight"), (dict(model=leaky), "architecture"), (dict(sample=x[:2]), "sample"),
                           (dict(granularity="row"), "settings granularity"), (dict(metric_name="hits"), "metric name was 'accuracy' and is 'hits'"),
                           (dict(compression="quantization", levels=[4]), "settings method"), (dict(eval_fn=half), "another baseline")):
@@ -244,7 +331,7 @@ def test_what_differs_is_named(tmp_path):
     path.write_bytes(b"\n".join([json.dumps(old).encode(), *content.splitlines()[1:], b""]))
     with pytest.raises(ValueError, match="versions torch was '1.0'"):
         other()
-    with pytest.raises(ValueError, match="journal"):
+    with pytest.raises(ValueError, match="settings sampling was None and is"):
         other(adaptive=Settle(threshold=.01))
 
 
@@ -442,8 +529,8 @@ def lines_of(calls):
 
 
 def killed(kind, folder, n_kills, seed=0):
-    """A measurement that is killed at random moments, then left to end: its result, and the evaluations of all processes"""
-    chance, calls = random.Random(seed), folder / "calls"
+    """A measurement that is killed at random moments, then left to end: its result, how many kills hit it, and the evaluations of all processes"""
+    chance, calls, hits = random.Random(seed), folder / "calls", 0
     for _ in range(n_kills):
         wanted, process = len(lines_of(calls)) + chance.randint(1, 3), started(kind, folder, .03)
         while process.poll() is None and len(lines_of(calls)) < wanted:
@@ -451,22 +538,25 @@ def killed(kind, folder, n_kills, seed=0):
         time.sleep(chance.random() * .05)
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        hits += process.returncode == -signal.SIGKILL
     process = started(kind, folder, 0)
     _, error = process.communicate()
     assert process.returncode == 0, error
-    return (folder / "result").read_text(), lines_of(calls)
+    return (folder / "result").read_text(), hits, lines_of(calls)
 
 
 def survived(kind, folder, n_kills):
-    """Whether the result is that of an undisturbed process; its evaluations, baselines of killed ones, and what was measured twice"""
+    """Whether the result is that of an undisturbed process; kills that hit, its evaluations, baselines of all processes, what was measured twice, and passes with gradients beside those it takes"""
     for name in ("whole", "killed"):
         (folder / name).mkdir()
     _, error = started(kind, folder / "whole", 0).communicate()
     expected, (baseline, *whole) = (folder / "whole" / "result").read_text(), lines_of(folder / "whole" / "calls")
-    result, calls = killed(kind, folder / "killed", n_kills)
+    result, hits, calls = killed(kind, folder / "killed", n_kills)
     others = Counter(line for line in calls if line != baseline)
     assert not Counter(whole) - others - Counter([baseline])
-    return result == expected, 1 + len(whole), calls.count(baseline), (others - Counter(whole)).total()
+    again = others - Counter(whole)
+    gradients = again.pop("gradients", 0)
+    return SimpleNamespace(is_same=result == expected, kills=hits, n=1 + len(whole), baselines=calls.count(baseline), twice=again.total(), gradients=gradients)
 
 
 @pytest.mark.slow
@@ -474,8 +564,8 @@ def survived(kind, folder, n_kills):
 @pytest.mark.parametrize("kind", ["sweep", "search"])
 def test_killed(kind, tmp_path, n_kills=6):
     """Killed at random moments: what an undisturbed process finds, and nothing twice but baselines and what was in flight"""
-    is_same, _, _, twice = survived(kind, tmp_path, n_kills)
-    assert is_same and twice <= n_kills
+    found = survived(kind, tmp_path, n_kills)
+    assert found.is_same and found.kills == n_kills and found.twice <= n_kills
 
 
 @pytest.mark.slow
@@ -499,3 +589,168 @@ def test_estimate_killed(tmp_path):
     assert (tmp_path / "killed" / "result").read_text() == (tmp_path / "whole" / "result").read_text(), error
     again = lines_of(calls)[before:]
     assert again.count("gradients") <= 1 and len(again) < len(whole) - last_gradients + 2   # one is a look whether there are gradients at all
+
+
+def two_of_a_kind():
+    """Pairs of what one name stands for, and what a user may take for the same: `kind -> (first, second, the first made again)`"""
+    net, x, y = network()
+
+    def margins(least):
+        def eval_fn(model, most=9.):
+            with torch.no_grad():
+                return float((model(x).amax(1) > least).float().mean())
+        return eval_fn
+
+    def with_default(least):
+        def eval_fn(model, least=least):
+            with torch.no_grad():
+                return float((model(x).amax(1) > least).float().mean())
+        return eval_fn
+
+    def calling(name):
+        def helper(out): return getattr(out, name)(1).values
+        def eval_fn(model):
+            with torch.no_grad():
+                return float((helper(model(x)) > .5).float().mean())
+        return eval_fn
+
+    class Hits:
+        def __init__(self, k): self.k, self.n = k, 0
+
+        def __call__(self, model):
+            self.n += 1
+            with torch.no_grad():
+                return float((model(x).topk(self.k).indices == y[:, None]).any(1).float().mean())
+
+    def half_of(of): return partial(margins(.5), most=of)
+    def metrics(k): return evaluation((x, y), lambda out, y: (out.topk(k).indices == y[:, None]).any(1).float())
+    return {"a number it closes over": tuple(margins(of) for of in (.5, .6, .5)), "a default": tuple(with_default(of) for of in (.5, .6, .5)),
+            "what it calls": tuple(calling(of) for of in ("max", "min", "max")), "an attribute": tuple(Hits(of) for of in (1, 2, 1)),
+            "partial": tuple(half_of(of) for of in (9., 8., 9.)), "a metric": tuple(metrics(of) for of in (1, 2, 1)),
+            "a constant": (lambda m: float(m(x).mean() > .1), lambda m: float(m(x).mean() > .2), lambda m: float(m(x).mean() > .1))}
+
+
+@pytest.mark.parametrize("kind", two_of_a_kind())
+def test_an_eval_fn_is_known_by_what_it_does(kind, tmp_path):
+    """One of the same name that does something else is refused before it is called, and the file stays; the same made again goes on"""
+    net, x, _ = network()
+    first, other, again = two_of_a_kind()[kind]
+    path = tmp_path / "journal"
+    expected = SensitivityAnalyzer(net, x[:1], first).sweep("sparsity", levels, verbose=False, journal=path)
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match="evaluated_by"):
+        SensitivityAnalyzer(net, x[:1], other).sweep("sparsity", levels, verbose=False, journal=path)
+    assert path.read_bytes() == content and getattr(other, "n", 0) == 0
+    found = SensitivityAnalyzer(net, x[:1], again).sweep("sparsity", levels, verbose=False, journal=path)
+    assert repr(list(found)) == repr(list(expected)) and path.read_bytes() == content
+    found = SensitivityAnalyzer(net, x[:1], first).sweep("sparsity", levels, verbose=False, journal=path)   # which has counted meanwhile
+    assert repr(list(found)) == repr(list(expected))
+
+
+class Halved(Sparse):
+    """A method of one's own"""
+    share = .5
+
+    def change(self, model, unit):
+        unit.weight.data.mul_(self.share)
+
+
+def test_criteria_and_methods_are_known_by_what_they_do(tmp_path):
+    """Two lambdas, two seeds, two losses, two ways to observe ranges, a method that was changed, another report: each refused, each goes on with its own"""
+    net, x, y = network()
+
+    def hits(model):
+        with torch.no_grad():
+            return (model(x).argmax(1) == y).float()
+
+    def swept(path, criteria=large_final, method="sparsity", at=levels, **options):
+        analyzer = SensitivityAnalyzer(net, x[:1], hits, criteria=criteria, calibration_data=[(x, y)])
+        return [result.as_dict() for result in analyzer.sweep(method, at, verbose=False, journal=path, **options)]
+
+    def sized(path, criteria):
+        return analyze_degradation(net, x[:1], hits, (80,), "sparsity", criteria=criteria, runs=0, verbose=False, journal=path).as_dict()
+
+    def searched(path, criteria, report_fn=None):
+        return search_targets(net, x[:1], hits, 60, criteria=criteria, report_fn=report_fn, evaluations=25, verbose=False, journal=path).as_dict()
+
+    def by(sign): return lambda w: sign * w.abs()
+    def losing(scale): return replace(taylor, loss=lambda out, y: scale * nn.functional.cross_entropy(out, y))
+    def within(share): return lambda: Percentile(share)
+    def halved(share): return lambda path: swept(path, method=type("Halved", (Halved,), {"share": share})(50), at=None)
+    pairs = {
+        "lambdas": [lambda path, c=c: swept(path, by(c)) for c in (1, -1)], "seeds": [lambda path, k=k: swept(path, seeded(k)) for k in (1, 2)],
+        "losses": [lambda path, k=k: swept(path, losing(k)) for k in (1., -1.)], "sizes": [lambda path, c=c: sized(path, by(c)) for c in (1, -1)],
+        "searches": [lambda path, c=c: searched(path, by(c)) for c in (1, -1)], "methods": [halved(.5), halved(.9)],
+        "ranges": [lambda path, p=p: swept(path, method="quantization", at=[4], quant_activations=True, quant_ranges=within(p)) for p in (99., 80.)],
+        "reports": [lambda path, d=d: searched(path, large_final, (x + d, y)) for d in (0, 1)]}
+    for kind, (first, other) in pairs.items():
+        path = tmp_path / kind
+        expected = first(path)
+        content = path.read_bytes()
+        with pytest.raises(ValueError, match="ranked_by|method_code|ranges_by|report_evaluated_on"):
+            other(path)
+        assert path.read_bytes() == content, kind
+        assert repr(first(path)) == repr(expected), kind
+
+
+ANOTHER = """
+import sys
+from fasterai_sens.core.journal import describe_code
+words = {"a", "b", "c", "d", "e"}
+class Scorer:
+    kinds = frozenset(words)
+    def __init__(self): self.by, self.seen = {"x": 1., "y": [2, 3]}, []
+    def inner(self, w): return [v for v in (w, self.by["x"]) if v in {"p", "q", "r", "s"}]
+    def __call__(self, model):
+        self.seen.append(model)
+        return self.inner(model), [lambda: self, sys.path]
+n, scorer = 0, Scorer()
+def eval_fn(model, *, most=words):
+    global n
+    n += 1
+    try: return scorer(model), (lambda k: k in words)(n)
+    except (KeyError, ValueError): raise
+if len(sys.argv) > 1: eval_fn(1)
+print(describe_code(eval_fn))
+"""
+
+
+def test_the_same_code_in_another_process(tmp_path):
+    """At another place, behind other lines, with text hashed otherwise, and after it has counted: the same description"""
+    found = set()
+    for k, before in enumerate(("", "# a comment\\n\\n")):
+        file = tmp_path / f"{k}.py"
+        file.write_text(before + ANOTHER)
+        command = [sys.executable, str(file), *(["called"] if k else [])]
+        found.add(subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": str(k + 1)}, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1 and "scorer" in next(iter(found)) and "'n'" not in next(iter(found))
+
+
+@pytest.mark.slow
+def test_parts_of_other_processes_make_the_whole(tmp_path):
+    """Layers and levels measured by processes of their own, one torn, two that overlap: exactly the whole, and another machine's versions are refused by name"""
+    parts = {"a": "part:0:20,50,80", "b": "part:2,4:80,20", "c": "part:2:50,80", "d": "part:4:50"}
+    calls = tmp_path / "calls"
+    for name, kind in parts.items():
+        command = [sys.executable, str(script), kind, *(str(tmp_path / file) for file in (name, "calls", "result"))]
+        subprocess.run(command, check=True)
+    n_evaluations = 4 + 3 + 4 + 2 + 1
+    assert len(lines_of(calls)) == n_evaluations
+    content = (tmp_path / "d").read_bytes()
+    (tmp_path / "d").write_bytes(content + content.splitlines(keepends=True)[-1][:20])   # it was killed while it wrote
+    assert merge_journals([tmp_path / name for name in parts], tmp_path / "whole") == 1 + 9
+    command = [sys.executable, str(script), "part:0,2,4:20,50,80", *(str(tmp_path / file) for file in ("whole", "calls", "of parts"))]
+    subprocess.run(command, check=True)
+    assert len(lines_of(calls)) == n_evaluations + 1   # nothing but the untouched model
+    command = [sys.executable, str(script), "part:0,2,4:20,50,80", *(str(tmp_path / file) for file in ("fresh", "calls", "at once"))]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "of parts").read_text() == (tmp_path / "at once").read_text()
+    assert keys_of(tmp_path / "whole") == keys_of(tmp_path / "fresh")
+    first, *rest = (tmp_path / "c").read_text().splitlines(keepends=True)
+    header = json.loads(first)
+    header["about"]["versions"]["torch"] = "1.0"
+    (tmp_path / "c").write_text("".join([json.dumps(header) + "\n", *rest]))
+    whole = (tmp_path / "whole").read_bytes()
+    with pytest.raises(ValueError, match="c was measured with something else: versions torch was '1.0'"):
+        merge_journals([tmp_path / name for name in parts], tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == whole

@@ -38,6 +38,7 @@ network_data = network()
 
 class Drawn:
     """Accuracy on samples that are drawn at random, with a count of its calls; at one of them it does something else"""
+    known_as = "accuracy of a few"   # which call goes wrong is no part of it
 
     def __init__(self, at=None, instead=None):
         self.n, self.at, self.instead = 0, at, instead

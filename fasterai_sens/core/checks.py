@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['scales', 'on_errors', 'check_number', 'check_count', 'check_pct', 'check_bits', 'Scale', 'quoted', 'first_few',
-           'unknown_name', 'check_options', 'printable', 'format_table', 'add_note', 'noting', 'check_on_error',
-           'Forgiven']
+           'unknown_name', 'check_options', 'printable', 'format_table', 'add_note', 'noting', 'so_far',
+           'check_on_error', 'Forgiven']
 
 # %% ../../nbs/core/05_checks.ipynb #df794bab
 import math
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
+
+from .progress import harmless
 
 # %% ../../nbs/core/05_checks.ipynb #9465cc87
 def check_number(
@@ -309,7 +311,7 @@ def printable(
     -------
     str
     """
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = harmless(text).replace("\n", r"\n")
     if len(shown) <= most: return shown
     half = (most - 1)//2
     return f"{shown[:half]}…{shown[len(shown) - half:]}"
@@ -389,6 +391,21 @@ class noting:
     def __enter__(self): return self
     def __exit__(self, kind, error, _):
         if error is not None: add_note(error, self.text)
+
+class so_far:
+    """Whatever the block raises has `partial`: what was found until then, or None
+
+    Parameters
+    ----------
+    find : Callable
+        () -> a result, or None
+    """
+    def __init__(self,
+        find:Callable, # () -> a result, or None
+    ): self.find = find
+    def __enter__(self): return self
+    def __exit__(self, kind, error, _):
+        if error is not None: error.partial = self.find()
 
 # %% ../../nbs/core/05_checks.ipynb #95513496
 on_errors = "raise", "skip"   # what can be done about an evaluation that fails

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['shared_options', 'SensitivityAnalyzer', 'find_method', 'given_options', 'check_criteria', 'check_adaptive',
-           'analyze_sensitivity']
+           'warn_if_upside_down', 'analyze_sensitivity']
 
 # %% ../../nbs/measure/15_analyzer.ipynb #06e2f1c9
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 from fastcore.basics import patch
@@ -17,16 +18,16 @@ from torch import nn
 from ..core.progress import slow_bar
 from ..core.signals import limited
 from ..core.state import leave_no_trace
-from ..core.checks import check_on_error, check_count, check_options, unknown_name
+from ..core.checks import check_on_error, check_count, check_options, so_far, unknown_name
 from ..core.protocol import Perturbation, methods, named, taken
 from ..core.results import SensitivityResult
 from ..core.sweeps import SweepResult
 from ..core.inputs import FirstBatches, check_sample, to_device
 from ..core.layers import all_units, by_name, find_units
 from ..core.workers import count_workers
-from ..core.journal import open_journal
+from ..core.journal import describe_code, open_journal
 from ..methods.criteria import as_criterion, large_final
-from .objectives import forget_untouched
+from .objectives import Divergence, forget_untouched
 from .data import about_data, as_eval_fn
 from fasterai_sens.measure.learner import (
     default_objective, falls, first_metric, learner_criterion, learner_eval, learner_metric, learner_sample
@@ -111,9 +112,12 @@ class SensitivityAnalyzer:
         self.deaf = no_effect(model, sample)   # why no analysis could see anything, or None
         self.criteria, self.calibration_data = as_criterion(criteria), calibration_data
         self.higher_is_better, self.metric_name = higher_is_better, metric_name
-        self.objective_name = "kl" if from_data and objective_name == "objective" else objective_name
+        is_kl = from_data or isinstance(getattr(evaluate, "objective", None), Divergence)
+        self.objective_name = "kl" if is_kl and objective_name == "objective" else objective_name
         self.last = None   # what was measured last, also if an error or an interrupt has ended it
         self.reuse_report = Reuse(reuse, reuse_memory)   # how much was reused, and why not more
+    def __repr__(self):
+        return f"{type(self).__name__}({type(self.model).__name__}, {len(self.units)} layers, {self.metric_name})"
 
 # %% ../../nbs/measure/15_analyzer.ipynb #825442e4
 def find_method(
@@ -306,14 +310,20 @@ def _journal(self:SensitivityAnalyzer,
     perturbations:list, # of one method, one for each level
     recalibrate,   # as the user gave it
     repeats=1,     # calls for each evaluation
+    quant_ranges=None, # as the user gave it
+    sampling=None, # of a `Settle`; None: all samples are taken at once
 ):                 # context manager
     "The journal, of what is measured like this"
+    if path is None: return nullcontext()
     first = perturbations[0]
     own = {name: value for name, value in first.settings.items() if name != first.unit}
     if repeats > 1: own["repeats"] = repeats   # not in journals of earlier versions
+    if sampling: own["sampling"] = sampling
+    if not isinstance(quant_ranges, str | None): own["ranges_by"] = describe_code(quant_ranges)
+    if not type(first).__module__.startswith("fasterai_sens"): own["method_code"] = describe_code(type(first))
     used = [self.calibration_data, recalibrate]
     if getattr(first, "reconstruct", None): used.append(getattr(first.reconstruct, "data", None))
-    own |= about_data(path, self.eval_fn, *used)
+    own |= about_data(path, self.eval_fn, *used, criteria=self.criteria)
     return open_journal(
         path, self.model, self.sample, self.metric_name, self.higher_is_better, (*used, self.criteria.refs or ()),
         method=find_method(first)[0], objective=self.objective_name, **own)
@@ -333,6 +343,30 @@ def _recalibrated(self:SensitivityAnalyzer,
     with around(self.model): pass   # raises if it cannot be done
     if hasattr(self.eval_fn, "new_baseline"): evaluate(self.model, self.eval_fn)
     return evaluated_inside(around, self.eval_fn)
+
+# %% ../../nbs/measure/15_analyzer.ipynb #85b342a3
+def warn_if_upside_down(
+    sweep:SweepResult, # that was measured
+    higher_is_better:bool, # of the metric
+):
+    """Warn if no layer loses anything and some gain much: then the metric is likely to count the other way round
+
+    Parameters
+    ----------
+    sweep : SweepResult
+        that was measured
+    higher_is_better : bool
+        of the metric
+    """
+    deltas = [row.delta for result in sweep for row in result.layers if row.prunable]
+    if len(deltas) < 2 or not all(delta <= 0 for delta in deltas): return   # also where one is NaN
+    first = sweep[0]
+    gain, base = -min(deltas), first.baseline_metric
+    if gain <= abs(base)/2: return
+    better, kind = ("lower", "loss") if higher_is_better else ("higher", "score")
+    warnings.warn(f"compression only ever improves {first.metric_name}, by up to {gain:.4g} from {base:.4g}, so the "
+                  f"ranking may be upside down: if {better} is better, as of a {kind}, give "
+                  f"higher_is_better={not higher_is_better}", UserWarning, stacklevel=4)
 
 # %% ../../nbs/measure/15_analyzer.ipynb #28d5414e
 @patch
@@ -360,8 +394,6 @@ def _run(self:SensitivityAnalyzer,
     repeats = check_count(repeats, "repeats")
     if repeats > 1 and adaptive is not None:
         raise ValueError("adaptive chooses what to measure by single evaluations; leave repeats out, or adaptive")
-    if journal is not None and isinstance(adaptive, Settle):
-        raise ValueError("Settle goes by several looks at one level, which a journal does not keep; leave one out")
     count_workers(n_jobs)   # raises
     units, perturbations, about = self._prepare(compression, levels, options, layers, layer_types, verbose)
     check_training(self.eval_fn, perturbations)
@@ -372,12 +404,13 @@ def _run(self:SensitivityAnalyzer,
     with ExitStack() as stack:
         stack.push(self._remember)
         stack.enter_context(limited(timeout))
-        book = stack.enter_context(self._journal(journal, perturbations, recalibrate, repeats))
-        how = dict(stop=stop, journal=book, on_error=on_error, repeats=repeats)
-        if adaptive is None: sweep = measure(*of_what, **how, **about)
-        elif book is None: sweep = adaptive.measure(*of_what, **about)
-        else: sweep = adaptive.measure(*of_what, journal=book, **about)
+        ranges, sampling = options.get("quant_ranges"), getattr(adaptive, "sampling", None)
+        about["journal"] = stack.enter_context(
+            self._journal(journal, perturbations, recalibrate, repeats, ranges, sampling))
+        if adaptive is not None: sweep = adaptive.measure(*of_what, **about)
+        else: sweep = measure(*of_what, stop=stop, on_error=on_error, repeats=repeats, **about)
     self.last = sweep
+    warn_if_upside_down(sweep, self.higher_is_better)
     if recalibrate is not None:
         for result in sweep: result.settings = result.settings | {"recalibrated": True}
     return sweep
@@ -626,7 +659,8 @@ def estimate(self:SensitivityAnalyzer,
     of all data at each level: with `check=6` the 21 layers of ResNet-18 took 5 times as long as without on 256 samples,
     12 times on 1,000, and nearly as long as a sweep; with hundreds of layers it is little. So 0 is the default: check
     once before you rely on an order. Raises ValueError for an `eval_fn` without gradients, KeyError for an unknown
-    estimator, and as `sweep` does.
+    estimator, and as `sweep` does. What ends it, an interrupt too, has what was predicted until then as `partial`,
+    which is also `last`; None if that is nothing.
 
     Parameters
     ----------
@@ -680,13 +714,18 @@ def estimate(self:SensitivityAnalyzer,
     forget_untouched(self.eval_fn)
     size = check_count(size, "size")
     of_what = perturbations, self.eval_fn
-    with limited(timeout), self._journal(journal, perturbations, None) as book:
+    with ExitStack() as stack:
+        stack.push(self._remember)
+        stack.enter_context(limited(timeout))
+        book = stack.enter_context(self._journal(journal, perturbations, None))
         sweep = estimate_sweep(self.model, units, *of_what, by=by, size=size, journal=book, **about)
+        sweep.agreement = None
+        stack.enter_context(so_far(lambda: sweep))
         damages = mean_rises(sweep, "metric")
         chosen = [u for u in units if u.name in choose_spread(damages, check)] if check else []
         how = dict(verbose=verbose, n_jobs=n_jobs, journal=book)
         measured = measure(self.model, chosen, *of_what, **how, **about) if chosen else None
-    sweep.agreement = None
+    self.last = sweep
     if measured:
         basis = "metric" if measured[0].baseline_objective is None else "objective"
         sweep.agreement = agreement(damages, mean_rises(measured, basis))

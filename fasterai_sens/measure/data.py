@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['plain_tensor', 'refuse', 'class_numbers', 'shifts', 'classified', 'same_draws', 'checksum', 'ClassifierData',
-           'means_where', 'as_eval_fn', 'describe_data', 'about_data']
+           'means_where', 'as_eval_fn', 'describe_data', 'describe_eval', 'about_data']
 
 # %% ../../nbs/measure/03_data.ipynb #320a1024
 import hashlib
@@ -24,7 +24,8 @@ from ..core.fingerprint import rng_state, set_rng_state
 from ..core.signals import PutBack
 from ..core.state import leave_no_trace
 from ..core.inputs import Fields, FirstBatches, call, logits_of, mapped, split, tensors_in, to_device
-from ..core.journal import digest_of
+from ..core.journal import describe_code, digest_of
+from ..methods.criteria import about_criterion
 from .objectives import Evaluation, class_axis, kl_divergence
 
 # %% ../../nbs/measure/03_data.ipynb #7e8368fc
@@ -523,12 +524,33 @@ def _describe_loader(loader)->dict:
     if getattr(loader, "shuffle", False): return dict(kind=kind, batches=len(loader))   # fastai's have no seed
     return dict(kind=kind, **_read_once(loader))
 
+def describe_eval(
+    eval_fn, # as `as_eval_fn` returns it
+):           # plain data; None: it is always the same
+    """What an evaluation does with a model
+
+    Parameters
+    ----------
+    eval_fn
+        as `as_eval_fn` returns it
+
+    Returns
+    -------
+    plain data; None: it is always the same
+    """
+    if isinstance(eval_fn, ClassifierData): return None
+    if not isinstance(eval_fn, Evaluation) or eval_fn.data is None: return describe_code(eval_fn)
+    return dict(metric=describe_code(eval_fn.metric), objective=describe_code(eval_fn.objective))
+
+
 def about_data(
     journal, # path, as the user gave it; None: nobody will read it
     eval_fn, # as `as_eval_fn` returns it
     *others, # further data, of which `open_journal` reads all but loaders
+    criteria=None, # function or `Criterion` that ranks; None: its name says it, or there is none
+    report_fn=None, # a second evaluation, which only reports; None: there is none
 )->dict:     # empty if there is nothing to say
-    """What the header of a journal says of the data
+    """What the header of a journal says of the data, and of the functions that evaluate and rank
 
     Parameters
     ----------
@@ -538,6 +560,10 @@ def about_data(
         as `as_eval_fn` returns it
     *others
         further data, of which `open_journal` reads all but loaders
+    criteria : default None
+        function or `Criterion` that ranks; None: its name says it, or there is none
+    report_fn : default None
+        a second evaluation, which only reports; None: there is none
 
     Returns
     -------
@@ -545,8 +571,11 @@ def about_data(
         empty if there is nothing to say
     """
     if journal is None: return {}
-    found, about = {}, describe_data(eval_fn)
+    found, about, code = about_criterion(criteria), describe_data(eval_fn), describe_eval(eval_fn)
     if about is not None: found["evaluated_on"] = about
+    if code is not None: found["evaluated_by"] = code
+    if report_fn is not None:
+        for name, told in about_data(journal, report_fn).items(): found[f"report_{name}"] = told
     loaders = [_describe_loader(data) for data in others if _is_loader(data)]
     if loaders: found["calibrated_on"] = loaders
     return found

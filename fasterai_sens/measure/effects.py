@@ -435,8 +435,8 @@ def weights_moved(
         with context():
             now = _floats(model)
             if len(now) != len(own) or any(p is not q for p, q in zip(now, own, strict=True)): return 0.
-            most = max(distance([p], [q]) for p, q in zip(before, now, strict=True))
-            least = min(least, most)
+            changed = [(p, q) for p, q in zip(before, now, strict=True) if not torch.equal(p, q)]
+            least = min(least, max((distance([p], [q]) for p, q in changed), default=0.))
     return least
 
 def outputs_moved(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..core.checks import unknown_name
+from ..core.checks import so_far, unknown_name
 from ..core.inputs import tensors_in
 from ..core.layers import filters_first, place
 from ..core.results import SensitivityResult
@@ -30,10 +30,8 @@ from ..core.state import leave_no_trace
 from ..core.sweeps import SweepResult
 from ..methods.channels import ChannelGroup
 from fasterai_sens.measure.curvature import (
-    Curvature, by_inputs, curvature, dotted, has_gradients, has_parts, n_samples, pieces_of, readers
+    Curvature, by_inputs, count_samples, curvature, dotted, has_gradients, has_parts, pieces_of, readers
 )
-from .data import ClassifierData
-from .objectives import pairs_of
 from .loop import briefly, evaluate, recorded_baseline, rows_of
 from .scores import Score
 
@@ -450,7 +448,8 @@ def check_gradients(
     if has_gradients(model, pieces): return
     raise ValueError(
         "an estimate needs an objective with gradients, on data that it can look at piece by piece: let eval_fn be "
-        "(inputs, targets), a DataLoader, or evaluation(data, metric, objective='kl'); or measure, with sweep")
+        "(inputs, targets), a DataLoader, or evaluation(data, metric, objective='kl'), of a Learner "
+        "evaluation(learn.dls.valid, metric, objective='kl'); or measure, with sweep")
 
 # %% ../../nbs/measure/12_estimates.ipynb #70c1b083
 enough = 150   # samples, that an estimate looks at
@@ -469,8 +468,7 @@ def fewer(
         samples
     """
     if not has_parts(eval_fn): return eval_fn
-    pairs = eval_fn.batches(None) if isinstance(eval_fn, ClassifierData) else pairs_of(eval_fn.data, None)
-    n = sum(map(n_samples, pairs))
+    n = count_samples(eval_fn)
     if n <= most: return eval_fn
     some, _ = eval_fn.part(most/n)
     return some
@@ -512,6 +510,14 @@ class _Estimating:
         for row in rows: row.no_ci = "an estimate has no interval; `check` measures some units beside it"
         return rows
 
+def _predicted_before(perturbations:list, found:dict, *about)->SweepResult|None:
+    "The levels at which something was predicted when something ended the estimate; None if that is nothing"
+    known = []
+    for p in perturbations:
+        rows, _ = found[p.level]
+        if any(row.prunable for row in rows): known.append(p)
+    return as_sweep(known, found, *about) if known else None
+
 # %% ../../nbs/measure/12_estimates.ipynb #2f7883e6
 def estimate_sweep(
     model:nn.Module,    # comes back bit for bit
@@ -530,7 +536,8 @@ def estimate_sweep(
 )->SweepResult:
     """Predict what every unit does at every level. The untouched model is evaluated once
 
-    Raises as `check_estimator` does, before anything is evaluated, and as `check_gradients`.
+    Raises as `check_estimator` does, before anything is evaluated, and as `check_gradients`. Any error, an interrupt
+    too, has what was predicted before it as `partial`: a `SweepResult`, or None.
 
     Parameters
     ----------
@@ -566,26 +573,28 @@ def estimate_sweep(
     SweepResult
     """
     check_estimator(by, perturbations)
-    base = recorded_baseline(journal, evaluate(model, eval_fn))
-    pieces = pieces_of(fewer(eval_fn, max(enough, size)), higher_is_better=higher_is_better)
-    check_gradients(model, pieces)
-    what, value, rises = metric_name, base.value, higher_is_better
-    if base.objective is not None: what, value, rises = objective_name, base.objective, False
-    groups = [unit for unit in units if isinstance(unit, ChannelGroup) and not unit.reason]
-    plain = [unit for unit in units if not isinstance(unit, ChannelGroup)]
-    find_look = partial(estimators[by], model, pieces, plain, groups, size)
-    of_model = _Estimating(model, find_look, value, rises, journal, (by, size))
-    found = {p.level: ([], list(skipped)) for p in perturbations}
-    with leave_no_trace(model, weights=()):
-        model.eval()
-        for unit in units:
-            own = [p for p in perturbations if wanted is None or p.level in wanted[unit.name]]
-            for p, predicted in of_model.predict(unit, own):
-                rows, left_out = found[p.level]
-                if isinstance(predicted, str): left_out.extend((layer.name, predicted) for layer in unit.layers)
-                rows.extend(of_model.rows(unit, predicted))
-    about = dict(baseline_metric=value, metric_name=f"estimated {what}", higher_is_better=rises)
-    return as_sweep(perturbations, found, [layer.name for unit in units for layer in unit.layers], by, name, about)
+    found, about = {p.level: ([], list(skipped)) for p in perturbations}, {}
+    order = [layer.name for unit in units for layer in unit.layers]
+    with so_far(lambda: _predicted_before(perturbations, found, order, by, name, about)):
+        base = recorded_baseline(journal, evaluate(model, eval_fn))
+        pieces = pieces_of(fewer(eval_fn, max(enough, size)), higher_is_better=higher_is_better)
+        check_gradients(model, pieces)
+        what, value, rises = metric_name, base.value, higher_is_better
+        if base.objective is not None: what, value, rises = objective_name, base.objective, False
+        about |= dict(baseline_metric=value, metric_name=f"estimated {what}", higher_is_better=rises)
+        groups = [unit for unit in units if isinstance(unit, ChannelGroup) and not unit.reason]
+        plain = [unit for unit in units if not isinstance(unit, ChannelGroup)]
+        find_look = partial(estimators[by], model, pieces, plain, groups, size)
+        of_model = _Estimating(model, find_look, value, rises, journal, (by, size))
+        with leave_no_trace(model, weights=()):
+            model.eval()
+            for unit in units:
+                own = [p for p in perturbations if wanted is None or p.level in wanted[unit.name]]
+                for p, predicted in of_model.predict(unit, own):
+                    rows, left_out = found[p.level]
+                    if isinstance(predicted, str): left_out.extend((layer.name, predicted) for layer in unit.layers)
+                    rows.extend(of_model.rows(unit, predicted))
+    return as_sweep(perturbations, found, order, by, name, about)
 
 def as_sweep(
     perturbations:list, # of one method, one for each level

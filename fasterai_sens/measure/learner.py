@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['lower_words', 'higher_words', 'single_scores', 'is_sample_mean', 'first_metric', 'learner_metric',
-           'default_objective', 'learner_objective', 'keep_learner', 'learner_eval', 'learner_sample',
-           'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of', 'falls']
+           'default_objective', 'learner_objective', 'keep_learner', 'ValidationPairs', 'validation_pairs',
+           'learner_eval', 'learner_sample', 'learner_criterion', 'last_word', 'name_falls', 'unwrapped', 'names_of',
+           'falls']
 
 # %% ../../nbs/measure/04_learner.ipynb #320a1024
 import re
@@ -293,6 +294,63 @@ def keep_learner(
         put_totals_back()
     return put_back
 
+# %% ../../nbs/measure/04_learner.ipynb #5a1d07c3
+_around_batches = "before_validate", "before_batch", "after_pred", "after_loss", "after_batch"
+
+def _is_plain(learn)->bool:
+    "Whether its callbacks leave batches and predictions alone; fastai's own that are always there do"
+    from fastai.callback.core import TrainEvalCallback
+    from fastai.callback.progress import ProgressCallback
+    from fastai.learner import CastToTensor, Recorder
+    always = TrainEvalCallback, Recorder, CastToTensor, ProgressCallback
+    others = [type(cb) for cb in learn.cbs if not isinstance(cb, always)]
+    return not any(hasattr(kind, event) for kind in others for event in _around_batches)
+
+class ValidationPairs:
+    """The batches of a fastai DataLoader as inputs and targets, anew each time
+
+    Parameters
+    ----------
+    dl
+        a fastai DataLoader
+    """
+    def __init__(self,
+        dl, # a fastai DataLoader
+    ):
+        self.dl = dl
+    def __len__(self): return len(self.dl)
+    def __iter__(self):
+        n = self.dl.n_inp
+        for batch in FirstBatches(self.dl, None):
+            x, y = (mapped(plain_tensor, tuple(part)) for part in (batch[:n], batch[n:]))
+            yield x if n > 1 else x[0], y if len(y) > 1 else y[0]
+
+def validation_pairs(
+    learn,   # a fastai Learner
+    dl=None, # see `learner_eval`
+)->ValidationPairs|None: # None: the Learner does more with the data than to give them to the model
+    """The data that a Learner is validated on, in the order of its predictions
+
+    Parameters
+    ----------
+    learn
+        a fastai Learner
+    dl : default None
+        see `learner_eval`
+
+    Returns
+    -------
+    ValidationPairs|None
+        None: the Learner does more with the data than to give them to the model
+    """
+    from fastai.data.load import DataLoader
+    if dl is None: dl = learn.dls.valid
+    if not isinstance(dl, DataLoader) or not _is_plain(learn): return None
+    is_whole = dl.n is not None and not dl.shuffle and not dl.drop_last
+    if not is_whole or list(dl.get_idxs()) != list(range(dl.n)): return None
+    return ValidationPairs(dl)
+
+
 # %% ../../nbs/measure/04_learner.ipynb #bb22998a
 def _raw(x): return x
 
@@ -338,7 +396,8 @@ def learner_eval(
                 preds, targs = learn.get_preds(dl=dl, act=_raw, cbs=[*keeps, keep, give_back])
         if keep.kept: preds = joined(keep.kept)
         return mapped(plain_tensor, preds), mapped(plain_tensor, targs)
-    return Evaluation(run, score, objective)
+    data = None if keeps else validation_pairs(learn, dl)
+    return Evaluation(run, score, objective, data)
 
 # %% ../../nbs/measure/04_learner.ipynb #1f00c5ae
 def learner_sample(

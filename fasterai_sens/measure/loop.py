@@ -29,7 +29,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.progress import logger
+from ..core.progress import harmless, logger
 from ..core.fingerprint import draw_others, inner_tensors
 from ..core.keeping import Spare, Tray, forget_casts, keep_modules, keep_values
 from ..core.signals import PutBack, under, within_limit
@@ -235,6 +235,16 @@ class WeightWatch:
         """
         numbers = [name for name, look in self.looks.items() if look.is_written()]
         return list(dict.fromkeys([*self.written(), *numbers]))
+    def replaced(self)->list: # of names
+        """Those under which there is another parameter now, or none
+
+        Returns
+        -------
+        list
+            of names
+        """
+        now = dict(self.model.named_parameters())
+        return [name for name, look in self.looks.items() if now.get(name) is not look.param]
     @torch.no_grad()
     def _elsewhere(self)->list:
         "Names under which there is another parameter, none any more, or one with other numbers at another place"
@@ -389,6 +399,8 @@ class Workbench:
         self.careful = False    # whether to look at the whole model after each evaluation
         self.n, self.seen = 0, 0   # evaluations so far, and at the last look
         self.is_clean = True    # whether all weights are known to be what they were
+        self.is_strict = False  # whether to look at all weights after each evaluation, before anybody gets its score
+        self.n_sound = math.inf # how many evaluations were of this model, as far as is known at the end
 
 # %% ../../nbs/measure/07_loop.ipynb #92b8bc0e
 @patch
@@ -400,9 +412,10 @@ def is_late(self:Workbench)->bool:
 def look(self:Workbench,
     is_same=None, # whether all but weights is known to be what it was; None: look
 ):
-    """Put back whatever evaluations changed beside weights
+    """Put back whatever evaluations changed beside the numbers of weights
 
-    Raises `Unsteady` if there was something to put back earlier.
+    Raises `Unsteady` if there was something to put back earlier, ValueError if other parameters are in the place of
+    weights.
 
     Parameters
     ----------
@@ -410,10 +423,13 @@ def look(self:Workbench,
         whether all but weights is known to be what it was; None: look
     """
     is_same, is_late = is_same or self.start.is_same(), self.is_late()
+    others = [] if is_same else self.watch.replaced()
+    if others: self.n_sound = min(self.n_sound, self.seen)
     self.start.put_back(is_same)
     self.seen = self.n
     if is_same: return
     self.careful = True
+    refuse_writing(others)
     if is_late: raise Unsteady("eval_fn has changed the model, though not at first")
 
 @patch
@@ -442,6 +458,35 @@ def put_back(self:Workbench):
     if self.is_clean: return
     looks = self.watch.looks.values()
     self.spare.put_back([look.param for look in looks if look.is_written()])
+
+@patch
+def end(self:Workbench):
+    "Put all weights back; if there was something to put back, nothing that was measured can be used"
+    if self.is_clean: return
+    if not self.doubt(in_flight=0): self.start.put_back()   # a second interrupt may have come while it was put back
+    looks = self.watch.looks.values()
+    if self.watch._elsewhere() or any(look.is_written() for look in looks): self.n_sound = 0
+    self.put_back()
+
+@patch
+def doubt(self:Workbench,
+    in_flight:int, # evaluations that were ended half way, 1 or 0
+)->bool:           # whether all but weights is as it was
+    """Where something beside weights is not what it was, evaluations since the last look cannot be used
+
+    Parameters
+    ----------
+    in_flight : int
+        evaluations that were ended half way, 1 or 0
+
+    Returns
+    -------
+    bool
+        whether all but weights is as it was
+    """
+    is_same = self.start.is_same()
+    if self.n - in_flight > self.seen and not is_same: self.n_sound = min(self.n_sound, self.seen)
+    return is_same
 
 # %% ../../nbs/measure/07_loop.ipynb #3be1374d
 def _check_unit(
@@ -483,6 +528,7 @@ def in_place(self:Workbench,
         what it compresses
     """
     tensors, restore_modules = unit.tensors, keep_modules(self.model, unit.modules)
+    if any(id(t) not in self.place for t in tensors): refuse_writing([unit.path])   # put there by an evaluation before
     put_back, is_well = self.tray.keep(tensors), False
     try:
         perturbation.change(self.model, unit)
@@ -496,6 +542,7 @@ def in_place(self:Workbench,
         put_back()
         restore_modules()
         for t in tensors: self.watch.counts[self.place[id(t)]] = t._version   # the perturbation may have added to them
+        if not is_well: self.doubt(in_flight=1)
         self.start.put_back(is_same=is_well)
 
 # %% ../../nbs/measure/07_loop.ipynb #f8755eba
@@ -572,7 +619,8 @@ def score(self:Workbench,
     """
     self.is_clean = False
     self.n += 1
-    is_due, is_same = self.careful or self.n & (self.n - 1) == 0, None   # a power of two
+    is_power_of_two, is_same = self.n & (self.n - 1) == 0, None
+    is_due = self.careful or is_power_of_two or perturbation is None
     if perturbation is None:
         with self.as_it_is(): score = call_eval(eval_fn, self.model)
     elif _stays_in_unit(perturbation):
@@ -585,6 +633,7 @@ def score(self:Workbench,
         finally: self.put_back()
         is_due = True
     if is_due: self.look(is_same)
+    if self.is_strict: self.check()
     return score
 
 @contextmanager
@@ -603,7 +652,7 @@ def workbench(
     with leave_no_trace(model, weights=()):
         model.eval()
         bench = Workbench(model)
-        with PutBack(lambda: bench.put_back):
+        with PutBack(lambda: bench.end):
             yield bench
             bench.check()
 
@@ -804,7 +853,7 @@ def ticker(
 
 def _move_on(bar, done, text=None):
     "One step further, or at the end for good"
-    if text: bar.comment = text
+    if text: bar.comment = harmless(text)
     bar.update(min(next(done), bar.total))
 
 # %% ../../nbs/measure/07_loop.ipynb #03085b7c
@@ -1095,6 +1144,8 @@ class Measurement:
         for `check_heard`
     scores : dict|None, default None
         level, name of a unit -> `Score`, for who wants them; None: nobody does
+    count : dict, default dict()
+        level, name of a layer -> evaluations of the bench when it was measured
     journal : object, default None
         `Journal`, in which measurements are written down; None: nowhere
     known : dict, default dict()
@@ -1116,6 +1167,7 @@ class Measurement:
     stopped:dict = field(default_factory=dict) # name of a unit -> why it is left out from now on
     tried:list = field(default_factory=list)   # for `check_heard`
     scores:dict|None = None # level, name of a unit -> `Score`, for who wants them; None: nobody does
+    count:dict = field(default_factory=dict) # level, name of a layer -> evaluations of the bench when it was measured
     journal:object = None  # `Journal`, in which measurements are written down; None: nowhere
     known:dict = field(default_factory=dict) # level, name of a unit -> `Score` that was measured before
     found:dict|None = None # level -> (rows, what was left out) so far
@@ -1128,8 +1180,9 @@ class Measurement:
         self.scores, self.known = {}, known_scores(self.journal)
 
     def take_care(self):
-        "What an evaluation left lying about when it failed must not pass for what an earlier one did"
-        if self.on_error == "skip": self.bench.careful = True
+        "What an evaluation left lying about must not pass for what an earlier one did, nor come into a journal"
+        if self.on_error == "skip" or self.journal is not None: self.bench.careful = True
+        if self.journal is not None: self.bench.is_strict = True
 
     def baseline(self)->Score:
         "The score of the untouched model. Raises ValueError for scores of samples that are to be repeated"
@@ -1176,6 +1229,7 @@ class Measurement:
         "Note a score wherever somebody wants to know it"
         write_score(self.journal, p, unit, score)
         self.tried.append((unit.name, partial(p, self.bench.model, unit), same_score(self.base, score)))
+        self.count |= {(p.level, layer.name): self.bench.n for layer in unit.layers}
         if self.scores is not None: self.scores[p.level, unit.name] = score
 
 # %% ../../nbs/measure/07_loop.ipynb #311260ba
@@ -1211,7 +1265,7 @@ def step(self:Measurement,
         why = forgiven.why
     if score is not None: self._keep(p, unit, score)
     if why:
-        logger.info("%s is left out at level %g: %s", unit.name, p.level, why)
+        logger.info("%s is left out at level %g: %s", harmless(unit.name), p.level, harmless(why))
         left_out.extend((layer.name, why) for layer in unit.layers)
     if unit.name in self.stopped: return f"{unit.name} stopped"
     new = rows_of(unit, self.base, score, self.higher_is_better)
@@ -1236,7 +1290,7 @@ def _evaluate_all(
         run.base = recorded_baseline(run.journal, check(run.baseline()))
     bar = progress(among_known(run.reuse.order(), steps, run.known), verbose)
     for p, u in bar:
-        text = run.step(p, u, *found[p.level])
+        text = harmless(run.step(p, u, *found[p.level]))
         logger.debug("level %g: %s", p.level, text)
         if verbose: bar.comment = text
     run.bench.look()
@@ -1344,7 +1398,9 @@ class _Share:
         self.run.take_care()
         self.way = self.run.reuse = way
         way.start(self.model, [step for task in self.tasks for step in task])
-        warn_if_other(way.baseline(self.run.bench.score, self.run.eval_fn), self.run.base)
+        with noting("while the untouched model was evaluated in a worker"):
+            own = way.baseline(self.run.bench.score, self.run.eval_fn)
+        warn_if_other(own, self.run.base)
         way.order()
         if way.first: self.step(*way.first)
 
@@ -1565,12 +1621,37 @@ def check_sweep_heard(
     check_heard(model, sample, base, tried, higher_is_better=higher_is_better, everything=everything)
 
 # %% ../../nbs/measure/07_loop.ipynb #e0b2446c
+@patch
+def is_sound(self:Measurement,
+    level,    # of compression
+    name:str, # of a layer
+)->bool:
+    """Whether a layer was measured on the model that was given, as far as is known at the end
+
+    Parameters
+    ----------
+    level
+        of compression
+    name : str
+        of a layer
+
+    Returns
+    -------
+    bool
+    """
+    return self.count.get((level, name), 0) <= self.bench.n_sound
+
 def _until_then(runs:list, perturbations:list, finish:Callable)->SweepResult|None:
     "What the last of `runs` found, as a sweep; None if that is nothing"
-    if not runs or runs[-1].base is None: return None
-    found = {level: both for level, both in (runs[-1].found or {}).items() if both[0]}
+    if not runs: return None
+    *_, run = runs
+    if run.base is None: return None
+    found = {}
+    for level, (rows, left_out) in (run.found or {}).items():
+        sound = [row for row in rows if run.is_sound(level, row.name)]
+        if sound: found[level] = sound, left_out
     if not found: return None
-    return finish([p for p in perturbations if p.level in found], found, runs[-1].base)
+    return finish([p for p in perturbations if p.level in found], found, run.base)
 
 class handing_over:
     """Whatever the block raises has `partial`: what was measured until then
@@ -1617,7 +1698,8 @@ def measure(
     """Evaluate every unit at every level, mildest first, and the untouched model once
 
     The results are in the order of `perturbations`. Raises ValueError for a baseline that is not finite. Any error, an
-    interrupt too, has what was measured before it as `partial`: a `SweepResult`, or None.
+    interrupt too, has what was measured before it as `partial`: a `SweepResult`, or None, also if evaluations turn out
+    to have changed weights.
 
     Parameters
     ----------
@@ -1671,9 +1753,10 @@ def measure(
         how = dict(journal=journal, on_error=on_error, repeats=repeats)
         runs.append(Measurement(bench, eval_fn, stop, metric_name, higher_is_better, way, **how))
         return runs[-1]
-    with handing_over(runs, perturbations, finish), workbench(model) as bench:
-        run, found = evaluate_steps(make, steps, check=check, reuse=reuse, verbose=verbose, n_jobs=n_jobs)
-    if sample is not None: check_sweep_heard(model, units, sample, run.base, run.tried, higher_is_better)
+    with handing_over(runs, perturbations, finish):
+        with workbench(model) as bench:
+            run, found = evaluate_steps(make, steps, check=check, reuse=reuse, verbose=verbose, n_jobs=n_jobs)
+        if sample is not None: check_sweep_heard(model, units, sample, run.base, run.tried, higher_is_better)
     return finish(perturbations, found, run.base)
 
 

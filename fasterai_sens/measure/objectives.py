@@ -310,8 +310,12 @@ def as_objective(
     raise error(f"objective is {known}, a function of (predictions, targets), or None; got {objective!r}")
 
 # %% ../../nbs/measure/02_objectives.ipynb #3d7fd8ff
-def _pair(batch)->tuple:
+def _pair(
+    batch,         # what the data gives
+    n_inputs=None, # how many of a batch are inputs, where the data say so, as fastai's loaders do
+)->tuple:
     "A batch as inputs and targets"
+    if n_inputs and n_inputs > 1 and len(batch) == n_inputs + 1: return tuple(batch[:n_inputs]), batch[n_inputs]
     if isinstance(batch, Mapping) and "labels" in batch:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         return inputs, batch["labels"]
@@ -319,7 +323,8 @@ def _pair(batch)->tuple:
     if is_sequence and len(batch) == 2: return tuple(batch)
     got = type(batch).__name__
     if is_sequence: got += f" of {len(batch)}"
-    raise ValueError(f"a batch of data is a pair, (inputs, targets), or a dict with labels; got {got}")
+    raise ValueError("a batch of data is a pair, (inputs, targets), with several inputs ((a, b), targets), "
+                     f"or a dict with labels; got {got}")
 
 # %% ../../nbs/measure/02_objectives.ipynb #16a58750
 def pairs_of(
@@ -340,7 +345,8 @@ def pairs_of(
     of (inputs, targets)
     """
     is_one_batch = isinstance(data, tuple | Mapping)
-    for batch in [data] if is_one_batch else data: yield to_device(_pair(batch), device)
+    n_inputs = getattr(data, "n_inp", None)
+    for batch in [data] if is_one_batch else data: yield to_device(_pair(batch, n_inputs), device)
 
 def _predict(model:nn.Module, data)->tuple:
     "Outputs and targets of all batches"
@@ -411,7 +417,7 @@ def kl_from(
     Callable
         model -> divergence of each sample in nats, `[n]`
     """
-    device = next(model.parameters()).device
+    device = next((p.device for p in model.parameters()), None)
     inputs = [x for x, _ in batches(data, sample, device)]
     away = Divergence(axis)
     @torch.no_grad()

@@ -231,7 +231,7 @@ def refuse_samples(
         of the untouched model
     """
     if score.samples is None and score.objectives is None: return
-    raise ValueError("eval_fn returns a score for each sample, from which every delta gets its interval; "
+    raise ValueError("eval_fn returns scores or losses of each sample, from which a damage gets its interval; "
                      "repeats is for one that returns a number, or a pair of numbers: leave it out")
 
 def mean_of(
@@ -355,8 +355,8 @@ def why_no_ci(
         return (f"the metric was the same each time, in {base.calls.size} calls on either model, so it has "
                 "no noise of its own; a score for each sample would tell how far other samples might differ")
     if base.samples is None:
-        return ("eval_fn returns one number; a score for each sample, "
-                "of which the metric is the mean, would give an interval")
+        return ("the metric is one number for all samples; a score for each sample, "
+                "of which it is the mean, would give an interval")
     _, reason = paired_interval(base.samples, other.samples, means=base.sizes is not None)
     return reason
 

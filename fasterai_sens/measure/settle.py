@@ -10,7 +10,7 @@ __all__ = ['most_at_stake', 'least_for_losses', 'log_wealth', 'Bets', 'SkewedMea
 # %% ../../nbs/measure/13_settle.ipynb #2af1d08e
 import math
 from copy import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -20,11 +20,12 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.checks import check_count
+from ..core.checks import check_count, so_far
+from ..core.journal import Chapter
 from ..core.sweeps import SweepResult
 from .intervals import mean_intervals, sequence_scores, tango_interval
 from .scores import Score
-from .objectives import Evaluation, evaluation, forget_untouched, joined, pairs_of
+from .objectives import Evaluation, evaluation, forget_untouched, joined
 from .data import ClassifierData
 from .effects import same_score
 from fasterai_sens.measure.loop import (
@@ -337,6 +338,17 @@ class Settle:
         if self.top is None: return {1: "above", -1: "below", 0: "undecided"}
         return {1: "top", -1: "rest", 0: "undecided"}
 
+    @property
+    def sampling(self)->dict: # name -> value
+        """What says which samples are looked at together, whatever is asked of them
+
+        Returns
+        -------
+        dict
+            name -> value
+        """
+        return dict(first=self.first, most=self.most, seed=self.seed)
+
 def _check_number(value, name:str, what:str):
     "Raises ValueError for what is no finite number"
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -554,16 +566,6 @@ def _anew(fn):
     forget_untouched(fresh)
     return fresh
 
-@patch
-def list_pairs(self:Evaluation)->list: # of (inputs, targets)
-    """All batches
-
-    Returns
-    -------
-    list
-        of (inputs, targets)
-    """
-    return list(pairs_of(self.data, None))
 
 @patch
 def on(self:Evaluation,
@@ -582,16 +584,6 @@ def on(self:Evaluation,
     """
     return evaluation(pairs, _anew(self.metric), _anew(self.objective))
 
-@patch
-def list_pairs(self:ClassifierData)->list: # of (inputs, targets)
-    """All batches
-
-    Returns
-    -------
-    list
-        of (inputs, targets)
-    """
-    return list(self.batches(None))
 
 @patch
 def on(self:ClassifierData,
@@ -678,7 +670,7 @@ def _list_pairs(eval_fn)->list:
         raise TypeError(
             "adaptive takes a few of the samples first, and this eval_fn has all or none: give data, (inputs, targets) "
             "or a DataLoader of a classifier, or evaluation(data, metric) with a metric that scores each sample "
-            f"(of a Learner: evaluation(list(learn.dls.valid), metric)); got {type(eval_fn).__name__}")
+            f"(of a Learner: evaluation(learn.dls.valid, metric)); got {type(eval_fn).__name__}")
     pairs = eval_fn.list_pairs()
     if any(n_samples(pair) is None for pair in pairs):
         raise ValueError("inputs and targets of a batch have other numbers of samples, so that none can be chosen")
@@ -844,22 +836,24 @@ def _check(self:Settling, score:Score, block:Block):
 @patch
 def add(self:Settling,
     base:Score,   # of the untouched model on the next block
-    scores:dict,  # level, name of a unit -> `Score` of those that are open
+    scores:dict,  # level, name of a unit -> `Score` of those that are open; of some, if something ended the block
 ):
-    """One more block
+    """One more block. Raises as `_check` does, and is then as before
 
     Parameters
     ----------
     base : Score
         of the untouched model on the next block
     scores : dict
-        level, name of a unit -> `Score` of those that are open
+        level, name of a unit -> `Score` of those that are open; of some, if something ended the block
     """
-    block, found = self.blocks[len(self.base)], self.open
-    for c in found: c.parts.append(scores[c.key])
+    block = self.blocks[len(self.base)]
+    found = [c for c in self.open if c.key in scores]
+    everything = [base, *(scores[c.key] for c in found)]
+    for score in everything: self._check(score, block)
     self.base.append(base)
-    for score in (base, *(scores[c.key] for c in found)):
-        self._check(score, block)
+    for c in found: c.parts.append(scores[c.key])
+    for score in everything:
         if len(self.values) < 3: self.values |= set(np.unique(score.samples)[:3].tolist())
 
 @patch
@@ -935,7 +929,7 @@ def look(self:Settling):
 # %% ../../nbs/measure/13_settle.ipynb #79c54d4b
 @patch
 def rows(self:Settling)->list: # of (candidate, its rows)
-    """What was found
+    """What was found of those that were measured
 
     Returns
     -------
@@ -943,14 +937,14 @@ def rows(self:Settling)->list: # of (candidate, its rows)
         of (candidate, its rows)
     """
     whole = join_scores(self.base)
-    return [(c, self._rows_of(k, c, whole)) for k, c in enumerate(self.candidates)]
+    return [(c, self._rows_of(k, c, whole)) for k, c in enumerate(self.candidates) if c.parts]
 
 @patch
 def _rows_of(self:Settling, k:int, c:Candidate, whole:Score)->list:
     "The rows of one unit at one level"
     base, score = join_scores(self.base[:len(c.parts)]), join_scores(c.parts)
     rows = rows_of(c.unit, base, score, self.higher_is_better)
-    n = int(self.trials.n[k])
+    n = sum(block.n for block in self.blocks[:len(c.parts)])
     early = n < self.n_all and math.isfinite(score.value)
     ci = self._interval(c) if early else None
     for row in rows:
@@ -1025,6 +1019,43 @@ def _by_level(settling:Settling, refused:list, base:Score)->dict: # level -> (ro
         left_out.extend((layer.name, why) for layer in unit.layers)
     return found
 
+def _take_last(
+    settling:Settling,
+    run:Measurement, # of the last block, which something may have ended
+):
+    "Add what was measured of a block that was not added, if it is scores of its samples"
+    if run.base is None or any(run.base is one for one in settling.base): return
+    sound = [c for c in settling.open if run.is_sound(c.p.level, c.unit.layers[0].name)]
+    found = {c.key: run.scores[c.key] for c in sound if c.key in run.scores}
+    try: settling.add(run.base, found)
+    except (TypeError, ValueError): pass   # the error that ended it says so, or something else came first
+
+def _until_now(
+    settling:Settling,
+    runs:list,          # of `Measurement`, the last one of the block that something has ended
+    perturbations:list, # of `Perturbation`, as they were given
+    refused:list,       # of (perturbation, unit, reason)
+    finish:Callable,    # (perturbations, found, `Score` of the untouched model) -> `SweepResult`
+)->SweepResult|None:
+    "What was measured of blocks and of the last one, as a sweep; None if that is nothing, or cannot be trusted"
+    if not runs or runs[-1].bench.n_sound == 0: return None
+    _take_last(settling, runs[-1])
+    measured = {c.p.level for c in settling.candidates if c.parts}
+    if not measured: return None
+    base = join_scores(settling.base)
+    found = _by_level(settling, [one for one in refused if one[0].level in measured], base)
+    return finish([p for p in perturbations if p.level in measured], found, base)
+
+def _say_adaptive(
+    settle:Settle,   # that was asked
+    finish:Callable, # the same
+    *found,          # what it takes
+)->SweepResult:
+    "A sweep that says how it was measured"
+    sweep = finish(*found)
+    for result in sweep: result.settings = result.settings | {"adaptive": str(settle)}
+    return sweep
+
 # %% ../../nbs/measure/13_settle.ipynb #4c584549
 @patch
 def measure(self:Settle,
@@ -1042,11 +1073,13 @@ def measure(self:Settle,
     verbose=False,      # show a progress bar
     reuse=None,         # a `Reuse`, which computes nothing twice; None: evaluate as it comes
     n_jobs:int|None=None, # processes, see `spread`; None: as joblib's `parallel_config` says, else 1
+    journal=None,       # an open `Journal`: what it has is not measured again; None: nothing is written down
 )->SweepResult:
     """Measure every unit at every level on as many samples as it takes to settle what is asked
 
     Raises TypeError for an `eval_fn` that cannot take some of the samples or gives no score for each, ValueError for a
-    baseline that is not finite.
+    baseline that is not finite. Any error, an interrupt too, has what was measured before it as `partial`: a
+    `SweepResult` with as many samples of each unit as it got, or None.
 
     Parameters
     ----------
@@ -1078,6 +1111,8 @@ def measure(self:Settle,
         a `Reuse`, which computes nothing twice; None: evaluate as it comes
     n_jobs : int|None, default None
         processes, see `spread`; None: as joblib's `parallel_config` says, else 1
+    journal : default None
+        an open `Journal`: what it has is not measured again; None: nothing is written down
 
     Returns
     -------
@@ -1087,24 +1122,28 @@ def measure(self:Settle,
     blocks = in_blocks(eval_fn, self)
     steps = list_steps(mildest_first(perturbations), units, wanted)
     candidates, refused = _split_refused(steps)
-    settling, tally, tried = Settling(self, candidates, blocks, higher_is_better), Tally(reuse), []
-    check = partial(check_baseline, metric_name=metric_name, objective_name=objective_name)
-    with workbench(model) as bench:
-        bar = progress(blocks, verbose)
-        for block in bar:
-            make = partial(Measurement, bench, block.eval_fn, never, metric_name, higher_is_better, scores={})
-            todo = [(c.p, c.unit) for c in settling.open]
-            run, _ = evaluate_steps(make, todo, check=check, reuse=reuse, n_jobs=n_jobs)
-            tally.add()
-            tried += run.tried
-            settling.add(run.base, run.scores)
-            settling.look()
-            if verbose: bar.comment = f"{len(settling.trials.open)} of {len(candidates)} open"
-    tally.write()
-    base = join_scores(settling.base)
-    if sample is not None: check_sweep_heard(model, units, sample, base, _heard(tried), higher_is_better)
-    about = dict(name=name, metric_name=metric_name, higher_is_better=higher_is_better, objective_name=objective_name)
-    found = _by_level(settling, refused, base)
-    sweep = as_results(model, units, perturbations, found, base, skipped=skipped, **about)
-    for result in sweep: result.settings = result.settings | {"adaptive": str(self)}
-    return sweep
+    settling, tally, runs = Settling(self, candidates, blocks, higher_is_better), Tally(reuse), []
+    about = dict(metric_name=metric_name, objective_name=objective_name)
+    check = partial(check_baseline, **about)
+    about |= dict(name=name, skipped=skipped, higher_is_better=higher_is_better)
+    finish = partial(_say_adaptive, self, partial(as_results, model, units, **about))
+    def make(eval_fn, chapter, way):
+        how = dict(scores={}, journal=chapter)
+        runs.append(Measurement(bench, eval_fn, never, metric_name, higher_is_better, way, **how))
+        return runs[-1]
+    with so_far(lambda: _until_now(settling, runs, perturbations, refused, finish)):
+        with workbench(model) as bench:
+            bar, tried = progress(blocks, verbose), []
+            for k, block in enumerate(bar):
+                todo = [(c.p, c.unit) for c in settling.open]
+                attempt = partial(make, block.eval_fn, journal and Chapter(journal, f"block {k} "))
+                run, _ = evaluate_steps(attempt, todo, check=check, reuse=reuse, n_jobs=n_jobs)
+                tally.add()
+                tried += run.tried
+                settling.add(run.base, run.scores)
+                settling.look()
+                if verbose: bar.comment = f"{len(settling.trials.open)} of {len(candidates)} open"
+        tally.write()
+        base = join_scores(settling.base)
+        if sample is not None: check_sweep_heard(model, units, sample, base, _heard(tried), higher_is_better)
+    return finish(perturbations, _by_level(settling, refused, base), base)

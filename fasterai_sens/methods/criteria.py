@@ -7,7 +7,8 @@ __all__ = ['INITIAL', 'PREVIOUS', 'NORMS', 'GRADIENTS', 'large_final', 'small_fi
            'small_init', 'large_init_large_final', 'small_init_small_final', 'magnitude_increase', 'movement',
            'updating_magnitude_increase', 'updating_movement', 'updating_movmag', 'wanda', 'taylor', 'collectors',
            'criteria', 'granularities', 'Criterion', 'Seeds', 'seeded', 'collect_norms', 'default_loss', 'with_labels',
-           'collect_gradients', 'as_criterion', 'bind', 'block_axes', 'block_scores', 'parse_nm', 'check_granularity']
+           'collect_gradients', 'as_criterion', 'bind', 'about_criterion', 'block_axes', 'block_scores', 'parse_nm',
+           'check_granularity']
 
 # %% ../../nbs/methods/00_criteria.ipynb #e7d311e6
 import re
@@ -28,6 +29,7 @@ from ..core.signals import not_inference, under
 from ..core.state import leave_no_trace
 from ..core.checks import unknown_name
 from ..core.inputs import batches, call, logits_of
+from ..core.journal import describe_code
 from ..core.layers import Unit, convs, filters_first, look_ups, transposed_convs
 from ..core.calibration import inputs_of
 
@@ -519,6 +521,29 @@ def bind(
     collect = collectors[c.needs]
     refs = collect(model, units, data, sample, c.loss)
     return replace(c, refs=refs)
+
+def about_criterion(
+    criterion, # a `Criterion` or function; None: the usual one
+)->dict:       # empty for those that their name says
+    """What the header of a journal says of how weights are ranked
+
+    Parameters
+    ----------
+    criterion
+        a `Criterion` or function; None: the usual one
+
+    Returns
+    -------
+    dict
+        empty for those that their name says
+    """
+    if criterion is None: return {}
+    c = as_criterion(criterion)
+    if criteria.get(c.name) is c: return {}
+    score = criterion if c is not criterion else c.score
+    found = dict(score=describe_code(score), loss=describe_code(c.loss))
+    if not isinstance(c.refs, dict): found["refs"] = describe_code(c.refs)   # weights are known by their numbers
+    return {"ranked_by": found}
 
 # %% ../../nbs/methods/00_criteria.ipynb #dcf65205
 granularities = ("weight", "row", "column", "kernel", "channel", "filter", "layer")
