@@ -14,6 +14,7 @@ from torch import nn
 
 from fasterai_sens.all import (
     BitPlan,
+    ChannelDependency,
     DegradationResult,
     LayerTargets,
     Plan,
@@ -25,6 +26,7 @@ from fasterai_sens.all import (
     analyze_degradation,
     search_plan,
 )
+from fasterai_sens.compat.nni import SensitivityAnalysis
 from fasterai_sens.plans.verdicts import Validation
 
 folder = Path(__file__).parent/"files_0_1"
@@ -122,6 +124,55 @@ def test_damaged_files(n, tmp_path, capsys):
     assert most < 200*2**20
 
 
+def put(*path):
+    """A change of plain data: the last one at the place that the others lead to"""
+    *way, name, value = path
+    def change(data):
+        for key in way: data = data[key]
+        data[name] = value
+    return change
+
+def again(*path):
+    """A change of plain data: the first entry of a list once more"""
+    def change(data):
+        for key in path: data = data[key]
+        data.append(data[0])
+    return change
+
+lies = dict(params=("result", put("layers", 0, "params", -40)), interval=("result", put("layers", 0, "ci", [1, -1])), layer=("result", again("layers")),
+    error=("result", put("layers", 0, "stderr", -.1)), samples=("result", put("layers", 0, "n", -1)), level=("result", put("compression_level", "NaN")),
+    method=("sweep", put("results", 0, "compression_type", "quantization")), metric=("sweep", put("results", 0, "metric_name", "loss")),
+    direction=("sweep", put("results", 1, "higher_is_better", False)), size=("plan", put("costs", {"bytes": -3})))
+
+@pytest.mark.parametrize("name", lies)
+def test_files_that_lie(name, tmp_path):
+    """Whole, of the right kinds, and such as no measurement gives."""
+    kind, change = lies[name]
+    data = json.loads((folder/f"{kind}.json").read_text())
+    change(data)
+    (tmp_path/"lie.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="lie.json is not a complete"): kinds[kind].from_json(tmp_path/"lie.json")
+
+@pytest.mark.parametrize("name", ["targets", "bits"])
+def test_a_layer_that_has_two_targets(name, tmp_path):
+    """A parser would take the last one, and a reader the first."""
+    text = (folder/f"{name}.json").read_text()
+    layer = re.search(r'"targets": \{\s*("[^"]+")', text)[1]
+    (tmp_path/"two.json").write_text(text.replace('"targets": {', f'"targets": {{{layer}: 7, ', 1))
+    with pytest.raises(ValueError, match="stands there twice"): kinds[name].from_json(tmp_path/"two.json")
+
+def test_values_without_end(tmp_path):
+    """Three bytes on the disk, a hundred in memory, as often as fits into the largest file that is read."""
+    n = 33*2**20
+    (tmp_path/"long.json").write_bytes(b'{"kind": "LayerTargets", "targets": [' + b"[],"*n + b"1]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="4,194,304 are read"): LayerTargets.from_json(tmp_path/"long.json")
+        _, most = tracemalloc.get_traced_memory()
+    finally: tracemalloc.stop()
+    assert most < 300*2**20
+
+
 hostile = ["=1+2", "+cmd|' /C calc'!A0", "@SUM(1)", "-2+3", "a,b", 'q"uote', "new\nline", "carriage\rreturn", "tab\there", "<b>bold</b>",
     "</script><script>alert(1)</script>", "$x^$", "$\\frac$", "NaN", "Infinity", '"NaN"', "\x1b[2J", "\u2028", "\u202eleft", "a"*5000, "é日本",
     "null\0byte", " ", "'", "_x", "%s {0}", "\\n"]
@@ -158,6 +209,44 @@ def test_names_survive(named, tmp_path, capsys):
         figure = np.ravel(thing.plot())[0].figure
         figure.canvas.draw()
         plt.close("all")
+
+acting = "\x1b[2J$\\frac$<script>"   # clears a terminal, is no formula, is a part of a page
+
+def test_names_of_what_is_skipped_and_of_metrics(tmp_path, capsys):
+    """They are shown as text, also from a file that somebody sent."""
+    model = nn.Sequential()
+    model.add_module(acting, nn.LSTM(3, 3))
+    model.forward = lambda x: model[0](x)[0]
+    analyzer = SensitivityAnalyzer(model, torch.randn(2, 8, 3), lambda model: sum(w.abs().sum().item() for w in model.parameters()), metric_name=acting)
+    measured = [analyzer.analyze("sparsity", 50), analyzer.sweep("sparsity", levels=[50, 90]), analyzer.analyze("pruning", 50)]
+    assert measured[2].skipped and not measured[2].ranked
+    for thing in measured:
+        thing.to_json(tmp_path/"sent.json")
+        thing = type(thing).from_json(tmp_path/"sent.json")
+        look(thing)
+        print(thing)
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and r"\x1b[2J" in shown and "<script" not in thing._repr_html_()
+        if not (thing.names if isinstance(thing, SweepResult) else thing.ranked): continue
+        np.ravel(thing.plot())[0].figure.canvas.draw()
+        plt.close("all")
+
+def test_names_in_tables_of_nni(named, tmp_path):
+    """Those have the columns of NNI, and cannot act either."""
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("=1+2", nn.Conv2d(1, 4, 3))
+            self.add_module("\ud800", nn.Conv2d(4, 2, 3))
+        def forward(self, x): return self._modules["\ud800"](self._modules["=1+2"](x))
+    model, x = First(), torch.randn(2, 1, 8, 8)
+    ChannelDependency(model, x).export(tmp_path/"sets.csv")
+    analysis = SensitivityAnalysis(model, lambda: model(x).sum().item(), sparsities=[.5])
+    analysis.analysis()
+    analysis.export(str(tmp_path/"nni.csv"))
+    for name in ("sets.csv", "nni.csv"):
+        text = (tmp_path/name).read_text(encoding="utf-8")
+        assert "'=1+2" in text and not re.search(r"(^|,)=", text, re.MULTILINE)
 
 def test_names_in_spreadsheets(named, tmp_path):
     """What would be run has an apostrophe in front; everything else is as it was."""

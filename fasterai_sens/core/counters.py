@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from .progress import slow_bar
 from .signals import PutBack
 from .state import leave_no_trace
-from .checks import check_count, format_table
+from .checks import check_count, format_table, harmless
 from .inputs import call, check_sample, tensors_in
 from .layers import check_model, convs, has_class, is_hf_conv1d, place, recurrent, transposed_convs
 
@@ -983,7 +983,7 @@ def print_counts(
     if params is None: params = sum(row["params"] for row in results)
     print(f"\n{flops:,} multiply-accumulates for one sample, {params:,} parameters")
     left_out = getattr(results, "left_out", {})
-    if left_out: print(f"not among them: {_left_out_text(left_out)}; mode='full' has all")
+    if left_out: print(harmless(f"not among them: {_left_out_text(left_out)}; mode='full' has all"))
 
 def _left_out_text(left_out:dict)->str:
     "How many parameters are not counted, and the modules that hold most of them"

@@ -25,7 +25,8 @@ from torch import Tensor
 from .checks import format_table, printable
 from .fingerprint import bytes_of
 from .protocol import Footprint
-from .results import html_table
+from .results import html_table, no_formulas
+from .saving import parse_json
 
 # %% ../../nbs/core/18_packing.ipynb #08092b08
 _piece = 2**16   # numbers at a time, a multiple of 8, so that each piece ends with a byte
@@ -350,7 +351,7 @@ def _read_about(path:Path, packed:Tensor, metadata:Mapping)->dict:
     try:
         inflate = zlib.decompressobj()
         text = inflate.decompress(bytes_of(packed).numpy().tobytes(), _most_header)
-        about = json.loads(text)
+        about = parse_json(text)
     except (zlib.error, ValueError, RecursionError) as e: raise ValueError(f"{path} is damaged: {e}") from e
     if not inflate.eof or not isinstance(about, dict): raise ValueError(f"{path} is damaged: its list has no end")
     if not isinstance(about.get("listed"), dict): raise ValueError(f"{path} is damaged: it lists no tensors")
@@ -508,7 +509,7 @@ class Contents(list):
     def __repr__(self): return format_table(_columns, self.cells())
     def _repr_html_(self):
         "The same in HTML"
-        return html_table(_columns, [map(_in_html, row) for row in self.cells()])
+        return no_formulas(html_table(_columns, [map(_in_html, row) for row in self.cells()]))
 
 def _in_html(x)->str:
     "A cell: text that cannot act, numbers to read"

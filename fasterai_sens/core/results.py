@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['WHAT_ENDS_MEAN', 'LayerSensitivity', 'plan_basis', 'damage', 'SensitivityResult', 'label', 'interval_by',
            'damage_ends', 'share_ranks', 'goes_by', 'holds_zero', 'is_fragile', 'divide', 'ends_of', 'first_names',
-           'left_out_lines', 'both_ends', 'ci_text', 'baseline_text', 'settings_text', 'noise_text', 'html_table']
+           'left_out_lines', 'both_ends', 'ci_text', 'baseline_text', 'settings_text', 'noise_text', 'no_formulas',
+           'html_table']
 
 # %% ../../nbs/core/08_results.ipynb #df794bab
 import math
@@ -17,7 +18,7 @@ from itertools import accumulate, pairwise
 
 from fastcore.basics import patch
 
-from .checks import check_count, format_table, printable
+from .checks import check_count, format_table, harmless, printable
 from .protocol import scale_of
 from .saving import Saved, as_interval, as_numbers, as_pairs, as_texts, write_csv
 
@@ -102,7 +103,7 @@ class LayerSensitivity(Saved):
         for name in ("stderr", "objective", "objective_delta"): row[name] = _as_float(d.get(name))
         for name in ("ci", "objective_ci"): row[name] = as_interval(d.get(name))
         row["group_members"] = as_texts(d["group_members"])
-        return cls(**row)
+        return _possible(cls(**row))
     def __eq__(self, other):
         "Whether all numbers are the same; NaN equals NaN here, so a result that was saved equals what is read back"
         if not isinstance(other, LayerSensitivity): return NotImplemented
@@ -112,6 +113,17 @@ class LayerSensitivity(Saved):
 def _as_float(x)->float|None:
     "A number as float, None as None"
     return None if x is None else float(x)
+
+def _possible(
+    row:LayerSensitivity, # from a file
+)->LayerSensitivity:
+    "The row. Raises ValueError for numbers that no measurement gives; NaN is what one of a broken metric gives"
+    for what, number in (("parameters", row.params), ("samples", row.n), ("a standard error", row.stderr)):
+        if number is not None and number < 0: raise ValueError(f"{row.name!r:.60} has {what} of {number:g}")
+    for ends in (row.ci, row.objective_ci):
+        if ends is None or not ends[0] > ends[1]: continue
+        raise ValueError(f"{row.name!r:.60} has an interval from {ends[0]:g} down to {ends[1]:g}")
+    return row
 
 def _same(a, b)->bool:
     "Equality of numbers, NaN included, and of tuples of them"
@@ -240,7 +252,7 @@ class SensitivityResult(Saved):
 
     def __repr__(self):
         baseline = f"{self.metric_name} {self.baseline_metric:.4f}"
-        return f"SensitivityResult({self.title}, {len(self)} layers, {baseline})"
+        return harmless(f"SensitivityResult({self.title}, {len(self)} layers, {baseline})")
 
     @property
     def title(self)->str:
@@ -569,7 +581,7 @@ def _lines_by_reason(
     n_names = len({name for name, _ in pairs})
     lines = [f"\n  {title} ({n_names})"]
     for reason, names in names_for.items():
-        lines.append(f"    {first_names(names)}: {reason}")
+        lines.append(f"    {first_names(list(map(printable, names)))}: {reason}")
     return lines
 
 def left_out_lines(
@@ -641,6 +653,8 @@ def both_ends(
     unsure = [label(row) for row in others if holds_zero(row, by)]
     if unsure: out.append(f"\n  not told apart from no damage (the interval holds 0): {first_names(unsure)}")
     if table: out.append(f"\n  {WHAT_ENDS_MEAN}")
+    are_coupled = any(len(row.group_members) > 1 for row in (*worst, *best))
+    if are_coupled: out.append("  +1 behind a name: one more layer is compressed with it, since they share channels")
     return out
 
 # %% ../../nbs/core/08_results.ipynb #0fd71214
@@ -787,9 +801,25 @@ def summary(self:SensitivityResult,
     top = check_count(top, "top", least=0)
     lines = _opening_lines(self, by) + _end_lines(self, by, top)
     lines += left_out_lines(self.layers, self.skipped)
-    for line in lines: print(line)
+    for line in lines: print(harmless(line))
 
 # %% ../../nbs/core/08_results.ipynb #7e0219e9
+def no_formulas(
+    html:str, # that a notebook is to show
+)->str:
+    """The same, in which notebooks typeset nothing: two dollars in a name are no formula
+
+    Parameters
+    ----------
+    html : str
+        that a notebook is to show
+
+    Returns
+    -------
+    str
+    """
+    return f'<div class="tex2jax_ignore mathjax_ignore">{html}</div>'   # of MathJax 2 and 3
+
 def html_table(
     head:list, # titles of the columns
     rows:list, # of lists of cells, in HTML
@@ -866,7 +896,7 @@ def _repr_html_(self:SensitivityResult, rows:int=20):
     largest = max((row.delta for row in shown if math.isfinite(row.delta)), default=0.)
     table = html_table(head, [_html_cells(row, largest, objective) for row in shown])
     opening = f"<p><b>{escape(self.title)}</b>, baseline {escape(baseline_text(self))}</p>"
-    return opening + table + _html_rest(self, shown)
+    return no_formulas(opening + table + _html_rest(self, shown))
 
 # %% ../../nbs/core/08_results.ipynb #f02956d9
 @patch(cls_method=True)
@@ -890,7 +920,16 @@ def from_dict(cls:SensitivityResult,
     if d.get("baseline_calls") is not None: result["baseline_calls"] = as_numbers(d["baseline_calls"])
     result["layers"] = [LayerSensitivity.from_dict(row) for row in d["layers"]]
     result["skipped"] = as_pairs(d.get("skipped", []))
+    if not math.isfinite(d["compression_level"]): raise ValueError(f"its level is {d['compression_level']}")
+    _check_names(result["layers"])
     return cls(**result)
+
+def _check_names(rows:list): # of `LayerSensitivity`
+    "Raises ValueError if two are of one layer: only one of them would count, and nobody could say which"
+    seen = set()
+    for row in rows:
+        if row.name in seen: raise ValueError(f"{row.name!r:.60} was measured twice")
+        seen.add(row.name)
 
 # %% ../../nbs/core/08_results.ipynb #2bc6e3f8
 @patch

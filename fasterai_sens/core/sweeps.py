@@ -14,12 +14,12 @@ from operator import attrgetter
 
 from fastcore.basics import patch
 
-from .checks import check_count, unknown_name
+from .checks import check_count, harmless, unknown_name
 from .protocol import scale_of
 from .saving import Saved, as_texts, write_csv
 from fasterai_sens.core.results import (
     LayerSensitivity, SensitivityResult, baseline_text, both_ends, damage, damage_ends, divide, goes_by, html_table,
-    is_fragile, label, left_out_lines, noise_text, plan_basis, settings_text, share_ranks
+    is_fragile, label, left_out_lines, no_formulas, noise_text, plan_basis, settings_text, share_ranks
 )
 
 # %% ../../nbs/core/09_sweeps.ipynb #bb103cfa
@@ -42,9 +42,10 @@ class SweepResult(Saved, Sequence):
     def __getitem__(self, i): return self.results[i]
 
     def __repr__(self):
+        if not self.results: return "SweepResult(no level)"
         method = self.results[0].compression_type
         levels = ", ".join(f"{level:g}" for level in self.levels)
-        return f"SweepResult({method}, levels {levels}, {len(self.names)} layers)"
+        return harmless(f"SweepResult({method}, levels {levels}, {len(self.names)} layers)")
 
     @property
     def levels(self)->list:
@@ -183,6 +184,9 @@ def from_dict(cls:SweepResult,
     SweepResult
     """
     results = [SensitivityResult.from_dict(result) for result in d["results"]]
+    for attr in ("compression_type", "metric_name", "objective_name", "higher_is_better"):
+        found = list({getattr(result, attr) for result in results})
+        if len(found) > 1: raise ValueError(f"one level has {attr} {found[0]!r:.60} and another {found[1]!r:.60}")
     return cls(results, as_texts(d.get("order", [])))
 
 # %% ../../nbs/core/09_sweeps.ipynb #bd4fce7c
@@ -368,10 +372,11 @@ def _damage_text(
     row:LayerSensitivity|None, # a layer at one level; None: not measured
     by:str,                    # "metric" or "objective"
 )->str:                        # empty where there is none
-    "The damage for a table"
+    "The damage for a table, and what was settled about it"
     if row is None: return ""
     delta = row.objective_delta if by == "objective" else row.delta
-    return "" if delta is None else f"{delta:+.4f}"
+    if delta is None: return ""
+    return f"{delta:+.4f} {row.side}" if row.side else f"{delta:+.4f}"
 
 def _cells(
     row:LayerSensitivity, # one of the layer
@@ -407,6 +412,8 @@ def _opening_lines(self:SweepResult, by:str)->list:
     what = f"damage to {first.metric_name}"
     if by == "objective": what = f"rise of {first.objective_name}, as plans are"
     lines.append(f"  ranked by the mean over the levels of the {what}")
+    was_settled = any(row.side for result in self for row in result.layers)
+    if was_settled: lines.append("  a damage was measured until its side was settled, and no further")
     return lines
 
 # %% ../../nbs/core/09_sweeps.ipynb #0ee63e45
@@ -447,7 +454,7 @@ def summary(self:SweepResult,
     rows = [row for result in self.by_strength for row in result.layers]
     skipped = [pair for result in self.by_strength for pair in result.skipped]
     lines += left_out_lines(rows, skipped)
-    for line in lines: print(line)
+    for line in lines: print(harmless(line))
 
 # %% ../../nbs/core/09_sweeps.ipynb #1d239fd8
 @patch
@@ -467,7 +474,8 @@ def _repr_html_(self:SweepResult, rows:int=20):
     n_more = len(curves) - len(shown)
     more = f"<p>{n_more} more</p>" if n_more else ""
     if noise := noise_text(self.by_strength): more += f"<p>{escape(noise)}</p>"
-    return f"<p>{title}, {escape(what)}, baseline {escape(baseline_text(first))}</p>{table}{more}"
+    opening = f"<p>{title}, {escape(what)}, baseline {escape(baseline_text(first))}</p>"
+    return no_formulas(f"{opening}{table}{more}")
 
 # %% ../../nbs/core/09_sweeps.ipynb #d0cc0ec7
 def _rising(

@@ -6,10 +6,9 @@
 __all__ = ['ChannelDependency', 'UnsafeLayers', 'not_safe_to_prune']
 
 # %% ../../nbs/topology/00_coupling.ipynb #14e48014
-import csv
-
 from torch import nn
 
+from ..core.saving import write_rows
 from ..methods.proof import channel_groups
 
 # %% ../../nbs/topology/00_coupling.ipynb #fe4557f0
@@ -61,8 +60,7 @@ class ChannelDependency:
         rows = [["Dependency Set", "Layers"]]
         for i, group in enumerate(self.groups, 1):
             rows.append([f"Set {i}", *group.members])
-        with open(path, "w", newline="", encoding="utf-8") as f:
-            csv.writer(f).writerows(rows)
+        write_rows(path, rows)
 
 def _reasons(
     groups:list, # of `ChannelGroup` that cannot be pruned

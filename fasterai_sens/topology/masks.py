@@ -315,13 +315,13 @@ def _strongest_first(
     tie_of:Tensor,      # for each channel of the root the number of its tie
 )->Tensor:
     "The numbers of the ties, those with the largest filters first"
-    strength = torch.zeros(len(tie_of))
+    strength = torch.zeros(len(tie_of), dtype=torch.float32)
     for u in group.units:
         channel = channel_of(group, u)
         real = channel >= 0
         strength.index_add_(0, channel[real], _filter_norms(u)[real])
     n_ties = int(tie_of.max()) + 1
-    of_ties = torch.zeros(n_ties).index_add_(0, tie_of, strength)
+    of_ties = strength.new_zeros(n_ties).index_add_(0, tie_of, strength)
     return of_ties.argsort(descending=True)
 
 # %% ../../nbs/topology/01_masks.ipynb #9a505f89
