@@ -1,11 +1,13 @@
 """Generated networks: whatever is connected with whatever, nothing is left behind, what is measured is what is applied, and reuse changes no bit.
 
-`pytest -m slow tests/test_generated.py` goes through a thousand of them; the fast part takes a few.
+`pytest -m slow tests/test_generated.py` goes through a thousand of them; the fast part takes a few. `python tests/test_generated.py` prints what they are
+made of.
 """
 
 import copy
 import math
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -72,19 +74,24 @@ class Generated(nn.Module):
         if self.widths[-1] + self.widths[other] <= 24:
             self._add(None, "concat", self.widths[-1] + self.widths[other], other)
 
-    def _again(self, i):
+    def find_square(self):
+        """The convolutions so far that leave the number of channels as it is now; a new one if there is none"""
         n = self.widths[-1]
-        known = [m for m in self.layers if isinstance(self.layers[m], nn.Conv2d) and (self.layers[m].in_channels, self.layers[m].out_channels) == (n, n)]
-        if known:
-            self._add(None, "call", n, name=known[i % len(known)])
+        known = [m for m, layer in self.layers.items() if isinstance(layer, nn.Conv2d) and (layer.in_channels, layer.out_channels, layer.groups) == (n, n, 1)]
+        if not known:
+            self._residual(0)
+        return known or [self.todo[-1][1]]
+
+    def _again(self, i):
+        known = self.find_square()
+        self._add(None, "call", self.widths[-1], name=known[i % len(known)])
 
     def _tied(self, i):
-        n = self.widths[-1]
-        known = [m for m in self.layers.values() if isinstance(m, nn.Conv2d) and (m.in_channels, m.out_channels, m.groups) == (n, n, 1)]
-        if known:
-            twin = copy.deepcopy(known[i % len(known)])
-            twin.weight = known[i % len(known)].weight
-            self._add(twin, "call", n)
+        known = self.find_square()
+        first = self.layers[known[i % len(known)]]
+        twin = copy.deepcopy(first)
+        twin.weight = first.weight
+        self._add(twin, "call", self.widths[-1])
 
     def _attention(self, i):
         n = self.widths[-1]
@@ -136,7 +143,7 @@ class Generated(nn.Module):
 
 
 kinds = sorted(n[1:] for n in vars(Generated) if n.startswith("_") and n[1] != "_" and n != "_add")
-steps = st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=1, max_size=7)
+steps = st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=2, max_size=8)
 inputs = st.sampled_from(["tensor", "tuple", "dict"])
 
 
@@ -196,15 +203,63 @@ def test_generated_networks(steps, how, named, seed):
         check(steps, how, named, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
-def test_a_thousand_generated_networks(number):
-    """A quarter of them, side by side with the others; the same each time, so that one that fails can be looked at"""
+def draw(number, look):
+    """Show a quarter of a thousand networks to `look`; the same each time, so that one that fails can be looked at"""
+
     @seed(number)
     @settings(max_examples=250, **relaxed)
     @given(steps, inputs, st.booleans(), st.integers(0, 10**6))
     def quarter(steps, how, named, seed):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            check(steps, how, named, seed)
+            look(steps, how, named, seed)
+
     quarter()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_a_thousand_generated_networks(number):
+    """A quarter of them, side by side with the others"""
+    draw(number, check)
+
+
+def made_of(steps, how, named):
+    """What a network has, in words"""
+    net = Generated(steps, named)
+    used = [name for _, name, _ in net.todo]
+    weights = [p for m in net.layers.values() for p in m.parameters()]
+    convs = [m for m in net.layers.values() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
+    found = {f"input: {how}", "output: dictionary" if named else "output: tensor"} | {f"way: {way}" for way, _, _ in net.todo}
+    found |= {f"layer: {type(m).__name__}" for m in net.layers.values()}
+    if len(set(used)) < len(used):
+        found.add("a module that is called again")
+    if len({id(w) for w in weights}) < len(weights):
+        found.add("two modules with one weight")
+    if any(1 < m.groups < m.in_channels for m in convs):
+        found.add("groups")
+    if any(m.groups == m.in_channels for m in convs):
+        found.add("depthwise")
+    return found
+
+
+def count():
+    """How many of the thousand have what"""
+    found = Counter()
+    for number in range(4):
+        draw(number, lambda steps, how, named, seed: found.update([*made_of(steps, how, named), "all"]))
+    return found
+
+
+def test_what_the_thousand_are_made_of():
+    """None of the promised kinds is rare among them"""
+    found = count()
+    assert found["all"] == 1000
+    few = {what: n for what, n in found.items() if n < 100 and "layer" not in what}
+    assert not few and {"way: add", "way: skip", "way: concat", "way: attend", "groups", "depthwise", "a module that is called again"} < found.keys()
+    assert found["layer: ConvTranspose2d"] > 100 and found["two modules with one weight"] > 100
+
+
+if __name__ == "__main__":
+    for what, n in sorted(count().items(), key=lambda item: -item[1]):
+        print(f"{n:5} {what}")

@@ -14,7 +14,7 @@ from toys import Net
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, taylor, wanda
+from fasterai_sens import Quantized, SensitivityAnalyzer, Sparse, allocate, changes, fingerprint, load_compressed, save_compressed, taylor, wanda
 from fasterai_sens.core.layers import all_units
 
 torch.set_num_threads(1)
@@ -843,3 +843,77 @@ def test_what_a_recurrent_layer_refuses_and_reads():
     for by in ("fisher", "taylor", "output_error"):
         first = a.estimate("pruning", [50], by=by, verbose=False)[0].layers[0]
         assert first.name == "first" and first.delta > 0, by
+
+
+def lying(how):
+    """Layers in a row, of which the memory of one is unlike that of others, and the names of those"""
+    torch.manual_seed(0)
+    net = Net(lambda m, x: m.c(m.b(m.a(x)).relu()), a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3), unused=nn.Embedding(3, 0 if how == "empty" else 2))
+    if how == "expanded":
+        net.b.weight = nn.Parameter(torch.randn(4, 1).expand(4, 4))
+    if how == "overlapping":
+        numbers = torch.randn(20)
+        net.a.weight, net.b.weight = nn.Parameter(numbers[:16].view(4, 4)), nn.Parameter(numbers[4:].view(4, 4))
+    return net, dict(expanded={"b"}, overlapping={"a", "b"}, empty={"unused"})[how]
+
+
+@pytest.mark.parametrize("how", ["expanded", "overlapping", "empty"])
+@pytest.mark.parametrize("compression", ["sparsity", "quantization", "pruning", "low_rank"])
+def test_weights_that_lie_oddly_are_refused_by_name(how, compression):
+    """One that is written where another one is read would be measured with it; the others are units as before"""
+    net, refused = lying(how)
+    x, before = torch.randn(5, 4), fingerprint(net)
+    r = SensitivityAnalyzer(net, x, lambda m: m(x).sum().item()).analyze(compression, verbose=False)
+    assert refused <= dict(r.skipped).keys() and refused.isdisjoint(row.name for row in r.layers)
+    assert {row.name for row in r.layers} == {"a", "b", "c", "unused"} - refused
+    assert changes(before, fingerprint(net)) == []
+
+
+def test_what_was_scripted_inside_is_named():
+    """It has no dictionaries that could be kept and put back"""
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    with pytest.raises(ValueError, match="^1 was scripted"):
+        SensitivityAnalyzer(net, torch.ones(1, 4), lambda m: 0.0)
+
+
+@pytest.fixture
+def double_by_default():
+    """In the test what is made without a dtype has double precision"""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def as_double():
+    """A small network in double precision, with groups and a flattening, and data"""
+    convs = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.ReLU(), nn.MaxPool2d(3))
+    net = nn.Sequential(*convs, nn.Flatten(), nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    torch.manual_seed(0)   # what layers begin with is drawn in the default precision
+    for p in net.parameters():
+        p.data = 0.3*torch.randn(p.shape, dtype=torch.float32).double()
+    x = torch.randn(60, 3, 8, 8, dtype=torch.float32).double()
+    return net.eval(), x, torch.arange(60) % 4
+
+
+def measured_as_double(folder):
+    """What is found of it by each method, and what comes back from a file, as text"""
+    net, x, y = as_double()
+    before = fingerprint(net)
+    analyzer = SensitivityAnalyzer(net, x[:1], (x, y), calibration_data=x)
+    harsh = dict(sparsity=[50, 80], pruning=[25, 50], quantization=[4, 3], low_rank=[30, 60])
+    sweeps = [analyzer.sweep(compression, of_method, verbose=False) for compression, of_method in harsh.items()]
+    sweeps.append(analyzer.estimate("pruning", [25, 50], check=0, verbose=False))
+    plan = allocate(sweeps[:3], {"bytes": "30%"}, model=net, sample=x[:1])
+    assert changes(before, fingerprint(net)) == []
+    plan.apply(net, x[:1])
+    save_compressed(net, plan, folder / "net.safetensors")
+    again = load_compressed(folder / "net.safetensors", as_double()[0])
+    assert torch.equal(again(x), net(x))
+    return repr([result.as_dict() for sweep in sweeps for result in sweep]) + repr(plan)
+
+
+def test_where_double_precision_is_the_default(request, tmp_path):
+    """The same numbers, to the bit, as where single precision is"""
+    usual = measured_as_double(tmp_path)
+    request.getfixturevalue("double_by_default")
+    assert measured_as_double(tmp_path) == usual

@@ -287,6 +287,9 @@ def why_not(
         raise ValueError("the model is on the meta device and has no numbers; load its weights first")
     if hasattr(w, "__tensor_flatten__"):
         return f"its weight is made of other tensors ({type(w).__name__}); it is quantized or distributed already"
+    if not w.numel(): return f"its weight is empty: {list(w.shape)}"
+    if any(step == 0 and n > 1 for n, step in zip(w.shape, w.stride(), strict=True)):
+        return "several of its weights are one number in memory, as `expand` makes them; give it a clone of them"
     return None if w.is_floating_point() else f"its weight is {_type_of(w)}, not floating point"
 
 def _made_by(module:nn.Module, attr:str)->str:
@@ -408,7 +411,47 @@ def _other_modules(
         out.append((name or "(model)", reason))
     return out
 
+# %% ../../nbs/core/12_layers.ipynb #5f0c62ab
+def _start_and_end(t:Tensor)->tuple:
+    "The first byte of a tensor, and the one behind its last"
+    reach = sum((n - 1)*step for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1)*t.element_size()
+
+def _share_numbers(a:Tensor, b:Tensor)->bool:
+    "Whether some numbers of two tensors are the same in memory; two that are interleaved need not have any in common"
+    if a.dtype != b.dtype: return True
+    first, last = zip(_start_and_end(a), _start_and_end(b), strict=True)
+    marks = torch.zeros((max(last) - min(first))//a.element_size(), dtype=torch.bool)
+    views = []
+    for t in (a, b):
+        offset = (t.data_ptr() - min(first))//t.element_size()
+        views.append(marks.as_strided(t.shape, t.stride(), offset))
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+def _overlapping(
+    units:list, # of `Unit`, no two with all numbers in common
+)->dict:        # name -> name of one with which it has some in common
+    "Weights that change with each other though nobody has tied them: slices of one tensor that overlap"
+    plain = [u for u in units if u.weight.device.type != "meta" and not hasattr(u.weight, "__tensor_flatten__")]
+    spans = sorted(((_start_and_end(u.weight), u) for u in plain), key=lambda pair: pair[0])
+    found = {}
+    for i, ((_, end), unit) in enumerate(spans):
+        for (start, _), other in spans[i + 1:]:
+            if start >= end: break
+            if unit.weight.device != other.weight.device or not _share_numbers(unit.weight, other.weight): continue
+            found.setdefault(unit.name, other.name)
+            found.setdefault(other.name, unit.name)
+    return found
+
 # %% ../../nbs/core/12_layers.ipynb #f7952c4b
+def _check_scripted(model:nn.Module):
+    "Raises ValueError for a layer inside that was scripted or traced: its state cannot be kept and put back"
+    for name, m in model.named_modules():
+        if name and isinstance(m, torch.jit.ScriptModule) and not isinstance(model, torch.jit.ScriptModule):
+            raise ValueError(f"{name} was scripted or traced, and what is in it cannot be put back as it was; "
+                             "pass the model with this part as it was before")
+
 def all_units(
     model:nn.Module, # any model
 )->tuple:            # list of `Unit` in model order, list of `(name, reason)`
@@ -425,6 +468,7 @@ def all_units(
         list of `Unit` in model order, list of `(name, reason)`
     """
     found, skipped, order = {}, [], {}
+    _check_scripted(check_model(model))
     for label, m, attr in _holders(model):
         order[label] = len(order)
         reason = why_not(m, attr)
@@ -435,13 +479,18 @@ def all_units(
         names = " and ".join(label for label, _, _ in holders)
         skipped += [(label, f"{names} are one weight in layers of different kinds") for label, _, _ in found.pop(key)]
     units = {key: _unit(holders) for key, holders in found.items()}
+    overlap = _overlapping(list(units.values()))
+    for name, other in overlap.items():
+        why = f"its weight lies in part over that of {other}, which would change with it; give each its own"
+        skipped.append((name, why))
+    units = {key: unit for key, unit in units.items() if unit.name not in overlap}
     names = {key: unit.name for key, unit in units.items()}
     in_order = sorted(units.values(), key=lambda unit: order[unit.name])
     return in_order, skipped + _other_modules(model, names) + packed_layers(model)
 
 def _holders(model:nn.Module):
     "Name of a unit, module and attribute, for all that hold a compressible weight"
-    for name, m in check_model(model).named_modules(remove_duplicate=False):
+    for name, m in model.named_modules(remove_duplicate=False):
         for attr in weight_names(m):
             label = name if attr == "weight" else f"{name}.{attr}".lstrip(".")
             yield label, m, attr
@@ -524,7 +573,7 @@ def _units_called(model:nn.Module, units:list, names:Iterable)->set:
 # %% ../../nbs/core/12_layers.ipynb #27125364
 def _nothing_left(model:nn.Module, kinds:tuple|None, skipped:list)->str:
     "The message when no layer is left, with what stood in the way"
-    reasons = [f"{name}: {why}" for name, why in skipped if "is not a compressible layer" not in why]
+    reasons = [f"{name or 'it'}: {why}" for name, why in skipped if "is not a compressible layer" not in why]
     before = "has no layers of its own; pass the model as it was before"
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
         reasons.append(f"what was scripted or traced {before}")

@@ -439,7 +439,7 @@ def find_grid(
     top = 2**(bits - 1) - 1 if symmetric else 2**bits - 1
     rows = rows.detach().cpu()
     if rows.dtype == torch.float64: rows = rows.float()   # rounding is done in float32; what differs is not on a grid
-    scale, zero = torch.ones(len(rows)), torch.zeros(len(rows), dtype=torch.int32)
+    scale, zero = torch.ones(len(rows), dtype=torch.float32), torch.zeros(len(rows), dtype=torch.int32)
     left = (rows != 0).any(1).nonzero().flatten()
     for n_steps in _step_counts(top, rows.dtype):
         if not len(left): break

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..core.keeping import forget_casts
 from ..core.signals import PutBack, PutBackOnError
 from ..core.state import leave_no_trace
-from ..core.checks import check_pct, format_table
+from ..core.checks import check_pct, format_table, harmless
 from ..core.protocol import Perturbation, method
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import call
@@ -1156,7 +1156,7 @@ def summary(self:AppliedRanks):
     lines = []
     for row in self.rows: lines.append([row[name] for name in columns])
     print(format_table(columns, lines))
-    for name, why in self.skipped: print(f"skipped {name}: {why}")
+    for name, why in self.skipped: print(harmless(f"skipped {name}: {why}"))
 
 # %% ../../nbs/methods/12_lowrank.ipynb #f8d248df
 @patch

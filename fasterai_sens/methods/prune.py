@@ -51,8 +51,8 @@ def _by_root(
     roots = torch.tensor(part.roots, dtype=torch.long)
     idxs = torch.tensor(part.idxs, dtype=torch.long)
     mine = scores[idxs]
-    sums = torch.zeros(n).index_add(0, roots, mine)
-    counts = torch.zeros(n).index_add(0, roots, torch.ones_like(mine))
+    sums = mine.new_zeros(n).index_add(0, roots, mine)
+    counts = mine.new_zeros(n).index_add(0, roots, torch.ones_like(mine))
     return sums/counts.clamp(min=1)
 
 def channel_scores(
@@ -74,7 +74,7 @@ def channel_scores(
         one score for each granule
     """
     n = n_outputs(group.root)
-    total, n_parts = torch.zeros(n), 0
+    total, n_parts = torch.zeros(n, dtype=torch.float32), 0
     for part in group.parts:
         if part.out and isinstance(part.module, recurrent): continue   # several rows for each of its channels
         for unit in group.graph.units_at.get(part.module, ()):

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core.keeping import forget_casts
-from ..core.checks import check_pct, format_table
+from ..core.checks import check_pct, format_table, harmless
 from ..core.protocol import Perturbation, method
 from ..core.plans import LayerTargets, check_method
 from ..core.layers import Unit, filters_first, find_units, target_units
@@ -637,6 +637,9 @@ class Sparsifier:
         self.calibration = find_calibration(reconstruct, calibration_data, sample)
         self.masks = {}      # unit name -> mask shaped like its weight
         self.skipped = []    # (unit name, reason)
+    def __repr__(self):
+        masked = f"{len(self.masks)} of {len(self.units)} layers masked"
+        return f"Sparsifier({type(self.model).__name__}, {self.granularity}, {masked})"
 
 # %% ../../nbs/methods/01_sparsify.ipynb #c341abd2
 @patch
@@ -836,7 +839,7 @@ def print_report(
 def print_sparsity(self:Sparsifier):
     "Print how sparse each layer is, and what was left out"
     print_report(sparsity_report(self.units))
-    for name, why in self.skipped: print(f"skipped {name}: {why}")
+    for name, why in self.skipped: print(harmless(f"skipped {name}: {why}"))
 
 # %% ../../nbs/methods/01_sparsify.ipynb #4f3ce6e6
 def dropped(
