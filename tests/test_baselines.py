@@ -383,7 +383,7 @@ def test_bad_input_is_an_error(plan, error, message, target, options):
 
 @every_plan
 def test_a_model_without_weights_is_an_error(plan):
-    with pytest.raises(ValueError, match="every layer is empty"), pytest.warns(UserWarning, match="zero-element"):
+    with pytest.raises(ValueError, match="it: its weight is empty"), pytest.warns(UserWarning, match="zero-element"):
         plan(nn.Linear(0, 3), 50)
 
 

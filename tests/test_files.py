@@ -27,7 +27,9 @@ from fasterai_sens import (
     QuantizeCallback,
     Sparsifier,
     agp,
+    changes,
     compress_to_size,
+    fingerprint,
     hold,
     load_compressed,
     method,
@@ -605,3 +607,27 @@ def test_a_learner_has_inputs(tmp_path):
         with unchanged(net): save_compressed(inputs, plan, tmp_path / "a")
         assert load_compressed(tmp_path / "a", make)[0].out_channels == 4
     with pytest.raises(ValueError): save_compressed(net, plan, tmp_path / "b")   # without the Learner nothing tells them
+
+
+def classifier(n):
+    """So many classes"""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, n))
+
+
+@pytest.mark.parametrize("how", ["planned", "pruned", "sparse", "low rank"])
+def test_fresh_model_of_another_size_is_refused(how, tmp_path):
+    """A larger head is not cut to the size of the saved one, as channels are that a plan took out; the model is as it was, and one of the right size is filled."""
+    torch.manual_seed(0)
+    model, x, path = classifier(10), torch.randn(3, 8), tmp_path/"small.safetensors"
+    plan = Plan(**{{"sparse": "sparsity", "low rank": "low_rank"}.get(how, "pruning"): {"0": 50}})
+    if how == "pruned": plan.apply(model, x)
+    save_compressed(model, plan, path, sample=x)
+    for wrong in (classifier(12), nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 10))):
+        before = fingerprint(wrong)
+        with pytest.raises(ValueError, match="before it was compressed"): load_compressed(path, wrong)
+        assert changes(before, fingerprint(wrong)) == []
+    loaded = load_compressed(path, classifier(10))
+    again = tmp_path/"again.safetensors"
+    save_compressed(loaded, plan, again)
+    with pytest.raises(ValueError, match="before it was compressed"): load_compressed(again, classifier(12))
+    assert torch.equal(load_compressed(again, classifier(10))(x), loaded(x))

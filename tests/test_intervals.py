@@ -341,7 +341,7 @@ def test_no_interval_is_explained(capsys, tmp_path):
         with torch.no_grad(): return (m(x).argmax(1) == y).float().mean()
 
     res = analyze_sensitivity(net, x[:1], accuracy, verbose=False)
-    assert all(r.ci is None and "eval_fn returns one number" in r.no_ci for r in res.layers)
+    assert all(r.ci is None and "the metric is one number" in r.no_ci for r in res.layers)
     res.to_json(tmp_path/"r.json")
     assert SensitivityResult.from_json(tmp_path/"r.json") == res
     old = json.loads((tmp_path/"r.json").read_text())
@@ -353,7 +353,7 @@ def test_no_interval_is_explained(capsys, tmp_path):
     assert all(r["low"] is None and "one number" in r["no_ci"] for r in found.ranking) and "one number" in curve[0].no_ci
     for printed in (res, found, curve):
         printed.summary()
-        assert "no 95 % interval" in (out := capsys.readouterr().out) and "eval_fn returns one number" in out
+        assert "no 95 % interval" in (out := capsys.readouterr().out) and "the metric is one number" in out
     few = analyze_sensitivity(net, x[:1], lambda m: m(x[:2]).detach().abs().sum(1), verbose=False)
     assert all(r.ci is None and r.stderr > 0 and "2 samples cannot show" in r.no_ci for r in few.layers)
     same = validate_compression_target(net, torch.linspace(0, 1, 50), lambda m: torch.linspace(0, 1, 50, dtype=torch.float64) - .1, .2)

@@ -78,6 +78,14 @@ def inverse(item):
     return 1/item
 
 
+def inverse_of_a_late_one(item):
+    """An error for 0; others have moved the generator of their process while they wait."""
+    torch.rand(1)
+    if item:
+        time.sleep(0.3)
+    return 1/item
+
+
 def one_sweep(**options):
     """The same each time, in this process or under what is active"""
     return plain(SensitivityAnalyzer(small_net(), x[:1], (x, y)).sweep("sparsity", [50, 80], verbose=False, **options))
@@ -282,6 +290,16 @@ def test_errors_as_here(kind, args, raised):
         SensitivityAnalyzer(net, x[:1], picky).sweep("sparsity", [50], verbose=False)
 
 
+def test_an_error_is_told_when_no_thread_is_at_work():
+    """joblib does not wait for them; what they set for their item, such as the state of the generator, is put back first"""
+    before = torch.get_rng_state()
+    with in_threads(), pytest.raises(ZeroDivisionError):
+        list(spread(inverse_of_a_late_one, [0, 1, 1, 1]))
+    assert torch.equal(torch.get_rng_state(), before)
+    time.sleep(0.1)   # no thread takes another item
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_evaluation_that_writes_late():
     """Weights that only a worker's evaluation changes are an error there as here; an attribute is put back, and measured again"""
     is_here = where()
@@ -292,6 +310,13 @@ def test_an_evaluation_that_writes_late():
     net = small_net()
     with unchanged(net), in_threads(), pytest.raises(ValueError, match=".9.weight.; it must only"):
         SensitivityAnalyzer(net, x[:1], writes, reuse=False).sweep("sparsity", [50], verbose=False)
+
+    def puts_another(model):   # at the last call for a unit, and no unit after it would find it
+        if not is_here() and (model[7].weight == 0).float().mean() > .7: model[9].weight = nn.Parameter(2*model[9].weight.detach())
+        return model(x).mean().item()
+
+    with unchanged(net), in_threads(), pytest.raises(ValueError, match=".9.weight.; it must only"):
+        SensitivityAnalyzer(net, x[:1], puts_another, reuse=False).sweep("sparsity", [50, 80], layers=["3", "7"], verbose=False)
 
     def leaves_a_mark(model):
         if (model[7].weight == 0).any(): model[2].inplace = True
@@ -359,6 +384,38 @@ def test_estimate_is_checked_by_workers(analyzer):
     here = analyzer.estimate("sparsity", [30, 80], check=3, verbose=False)
     there = analyzer.estimate("sparsity", [30, 80], check=3, **two)
     assert repr(here.agreement) == repr(there.agreement) and plain(here) == plain(there)
+
+
+class BreaksLast:
+    """In a worker, ends with an error at the smallest size, once a file says that the other sizes were measured"""
+
+    def __init__(self, journal, n_lines):
+        self.journal, self.n_lines, self.home = journal, n_lines, os.getpid()
+
+    def n_known(self): return self.journal.read_bytes().count(b'"size ') if self.journal.exists() else 0
+
+    @torch.no_grad()
+    def __call__(self, model):
+        if os.getpid() != self.home and (model[0].weight == 0).float().mean() > .7:
+            until = time.monotonic() + 60
+            while self.n_known() < self.n_lines and time.monotonic() < until: time.sleep(.02)
+            raise RuntimeError("broke at last")
+        return -nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["handed over", "in a journal"])
+def test_sizes_are_kept_as_they_are_ready(kept, tmp_path):
+    """What some workers measured is on disk while others are at work, and in `partial` after an error"""
+    net, sizes, more = small_net(), ["100 %", "80 %", "60 %", "20 %"], dict(runs=0, verbose=False)
+    other = dict(journal=tmp_path / "kept" if kept else None)
+    evaluate = BreaksLast(tmp_path / "kept", 2 if kept else 0)
+    expected = analyze_degradation(net, x[:1], evaluate, sizes, "sparsity", **more)
+    with unchanged(net), pytest.raises(RuntimeError, match="broke at last") as caught:
+        analyze_degradation(net, x[:1], evaluate, sizes, "sparsity", n_jobs=2, **more, **other)
+    partial = {point.target_size: point for point in caught.value.partial.points}
+    assert all(repr(point) == repr(partial.get(point.target_size, point)) for point in expected.points)
+    assert expected.points[0].target_size in partial   # as it is
+    if kept: assert [*partial.values()] == expected.points[:3] and evaluate.n_known() == 2
 
 
 @pytest.mark.parametrize("compression", ["pruning", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparsity", "quantization", "low_rank"))])

@@ -141,9 +141,11 @@ def _unpack(content:np.ndarray):
             f"cloudpickle.register_pickle_by_value({e.name})", name=e.name) from e
 
 _sent = {}   # name -> a function and the switches, as they were sent last
+_given_up = set()   # attempts of this process that ended with an error; its threads may still be at work
 _alone = threading.Lock()
 
 def _work(
+    attempt:str,        # for which this is done
     name:str,           # of the function
     content:np.ndarray|None, # it and the switches, packed; None: this worker may have it
     place:int,          # of the item
@@ -152,6 +154,7 @@ def _work(
     "Do one item"
     with _alone, _Sendable(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        if attempt in _given_up: return place, None, None
         if name not in _sent:
             if content is None: return place, None, None
             _sent.clear()
@@ -204,13 +207,20 @@ def worker_deaths()->tuple: # of exception classes
 # %% ../../nbs/core/15_workers.ipynb #5d0cf142
 def _attempt(name:str, content:np.ndarray|None, items:dict, n_jobs:int|None)->Iterator: # of what `_work` returns
     "Give out items, by place"
+    attempt = uuid.uuid4().hex
     backend, _ = get_active_backend()
     how = "generator_unordered" if backend.supports_return_generator else "list"
-    calls = [delayed(_work)(name, content, place, item) for place, item in items.items()]
-    answers = Parallel(n_jobs, return_as=how)(calls)
-    if how == "list": yield from answers
-    else:
-        with closing(answers): yield from answers
+    calls = [delayed(_work)(attempt, name, content, place, item) for place, item in items.items()]
+    is_done = False
+    try:
+        answers = Parallel(n_jobs, return_as=how)(calls)
+        if how == "list": yield from answers
+        else:
+            with closing(answers): yield from answers
+        is_done = True
+    finally:
+        if not is_done:
+            with _alone: _given_up.add(attempt)   # threads of this process are between two items now, and take no other
 
 # %% ../../nbs/core/15_workers.ipynb #f577bfb5
 def _tell(said:list, told:set):

@@ -910,7 +910,8 @@ def check_pairs(
     pairs = [combine] if is_one_pair else list(combine)
     for pair in pairs:
         if isinstance(pair, str) or len(set(pair)) != 2:
-            raise ValueError(f"combine holds pairs of methods, such as ('sparsity', 'quantization'); got {pair!r}")
+            raise ValueError("combine holds pairs of methods, such as ('sparsity', 'quantization'), or several of them "
+                             f"where more than two are to meet; got {pair!r}")
         for name in pair:
             if name not in known: raise unknown_name(name, known, "method")
             if methods[name].combines: continue

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Compressor', 'cost_rules', 'meant', 'Actor', 'check_together', 'as_measured', 'refitting', 'Applier', 'carry_out',
            'footprint', 'outline_at', 'settings_of', 'inner_changes', 'as_written', 'file_bytes', 'Applied',
-           'note_carried_out', 'is_carried_out', 'unit_macs', 'count_looks', 'count_params', 'count_macs',
-           'count_bytes', 'time_once', 'Savings']
+           'note_carried_out', 'original_shapes', 'is_carried_out', 'unit_macs', 'count_looks', 'count_params',
+           'count_macs', 'count_bytes', 'time_once', 'Savings']
 
 # %% ../../nbs/plans/04_applier.ipynb #311368f0
 import warnings
@@ -26,7 +26,7 @@ from ..core.keeping import forget_casts
 from ..core.state import leave_no_trace
 from ..core.checks import scales, unknown_name
 from ..core.protocol import Footprint, has_own, in_turn, methods, taken
-from ..core.plans import Plan
+from ..core.plans import Plan, shapes_before, shapes_of
 from ..core.inputs import call
 from ..core.layers import all_units, by_name, check_model, place, target_units
 from ..core.counters import as_inputs, every_layer_called, latency, n_bytes, n_samples
@@ -529,11 +529,12 @@ class Applied(dict):
         held = ", ".join(f"{name}: {held!r}" for name, held in self.items())
         return f"Applied({self.memory_bytes:,} bytes in memory, {self.file_bytes:,} in a file; {held})"
 
-_carried_out = WeakKeyDictionary()   # model -> the plan that was carried out last
+_carried_out = WeakKeyDictionary()   # model -> the plan that was carried out last, shapes of the parameters before
 
 def note_carried_out(
     model:nn.Module, # that was compressed for good
     plan:Plan,       # by this
+    before:dict,     # `shapes_of(model)` before that
 ):
     """Remember that a plan was carried out on a model
 
@@ -543,8 +544,28 @@ def note_carried_out(
         that was compressed for good
     plan : Plan
         by this
+    before : dict
+        `shapes_of(model)` before that
     """
-    _carried_out[model] = plan
+    _carried_out[model] = plan, before
+
+def original_shapes(
+    model:nn.Module, # any model
+)->dict|None:        # as of `shapes_of`; None: it was not compressed, or nobody has noted them
+    """The shapes that the parameters of a model had before it was compressed
+
+    Parameters
+    ----------
+    model : nn.Module
+        any model
+
+    Returns
+    -------
+    dict|None
+        as of `shapes_of`; None: it was not compressed, or nobody has noted them
+    """
+    _, before = _carried_out.get(model, (None, None))
+    return shapes_before(model) or before
 
 def is_carried_out(
     model:nn.Module, # any model
@@ -563,7 +584,7 @@ def is_carried_out(
     -------
     bool
     """
-    known = _carried_out.get(model)
+    known, _ = _carried_out.get(model, (None, None))
     return known is not None and dict(known) == dict(plan)
 
 @patch
@@ -595,8 +616,9 @@ def apply(self:Plan,
         method -> what holds it: `Pruner`, `Sparsifier`, `AppliedPlan`
     """
     data = dict(sample=sample, criteria=criteria, calibration_data=calibration_data)
+    before = original_shapes(model) or shapes_of(model)
     done = carry_out(self, model, reconstruct, **data)
-    note_carried_out(model, self)
+    note_carried_out(model, self, before)
     return Applied(done, model, self)
 
 # %% ../../nbs/plans/04_applier.ipynb #2e78c46e

@@ -165,9 +165,7 @@ def budget(
     Budget
     """
     target, low, high = check_bounds(target_pct, min_pct, max_pct)
-    found, _ = find_units(model, layers, layer_types)
-    units = [unit for unit in found if unit.weight.numel()]
-    if not units: raise ValueError("every layer is empty: there is no weight to plan for")
+    units, _ = find_units(model, layers, layer_types)
     limits = read_limits(
         "sparsity", tied_names(units), locked=locked, bounds=bounds,
         ends=(low, high), usual=(0, 100), model=model

@@ -10,7 +10,7 @@ __all__ = ['columns', 'slack', 'SizePoint', 'DegradationResult', 'size_point', '
 # %% ../../nbs/plans/12_degradation.ipynb #d54d37de
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -24,7 +24,8 @@ from torch import nn
 from ..core.progress import slow_bar
 from ..core.signals import limited
 from ..core.state import leave_no_trace
-from ..core.checks import check_count, format_table, noting
+from ..core.checks import check_count, format_table, harmless, noting, so_far
+from ..core.results import no_formulas
 from ..core.protocol import methods
 from ..core.saving import Saved, as_interval, check_entries
 from ..core.sweeps import SweepResult
@@ -33,13 +34,14 @@ from ..core.counters import latency
 from ..core.workers import count_workers, spread
 from ..core.calibration import noted
 from ..core.journal import check_again, open_journal
+from ..methods.criteria import as_criterion
 from ..measure.scores import Score, check_comparable, compare, score_data, score_from, why_no_ci
 from ..measure.objectives import forget_untouched
 from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_heard, same_score
 from ..measure.loop import Compared, check_baseline, check_training, evaluate, progress, ticker, untouched
 from ..measure.norms import Recalibrated, warn_if_judged_otherwise
-from .meter import plan_at_work, plan_key, so_far
+from .meter import plan_at_work, plan_key
 from .sizes import Steps, check_size, cost_name, find_steps, is_measured, levels_of, planner
 
 # %% ../../nbs/plans/12_degradation.ipynb #7cabf8fd
@@ -150,7 +152,7 @@ class DegradationResult(Saved):
         whole = f"{self.dense_size:,} {cost_name(self.cost)}"
         sizes = f"{len(self)} sizes down to {least:.3g} % of {whole}"
         metric = f"{self.metric_name} {self.baseline_metric:.4f}"
-        return f"DegradationResult({self.compression}, {sizes}, {metric})"
+        return harmless(f"DegradationResult({self.compression}, {sizes}, {metric})")
     @classmethod
     def from_dict(cls, d):
         """A curve from its plain dictionary, perhaps through a file
@@ -386,11 +388,11 @@ def summary(self:DegradationResult):
     "Print the curve and where it bends"
     title, head = self._head()
     table = format_table(head, [_cells_of(p) for p in self.points])
-    print(f"{title}\n\n{table}")
+    print(harmless(f"{title}\n\n{table}"))
     knee = self.knee
-    if knee: print(f"\nknee: {knee.size_pct:.1f} %, {self.metric_name} {knee.metric:.4f}")
+    if knee: print(harmless(f"\nknee: {knee.size_pct:.1f} %, {self.metric_name} {knee.metric:.4f}"))
     reasons = dict.fromkeys(p.no_ci for p in self.points if p.no_ci)
-    for why in reasons: print(f"\nno 95 % interval: {why}")
+    for why in reasons: print(harmless(f"\nno 95 % interval: {why}"))
 
 # %% ../../nbs/plans/12_degradation.ipynb #ae67f332
 def _html_row(
@@ -410,7 +412,7 @@ def _repr_html_(self:DegradationResult):
     title, head = self._head()
     rows = [_html_row(head, "th")]
     for p in self.points: rows.append(_html_row(_cells_of(p), "td", p is self.knee))
-    return f"<p><b>{escape(title)}</b></p><table>{''.join(rows)}</table>"
+    return no_formulas(f"<p><b>{escape(title)}</b></p><table>{''.join(rows)}</table>")
 
 # %% ../../nbs/plans/12_degradation.ipynb #c51520ee
 @contextmanager
@@ -579,21 +581,21 @@ def _score_plan(steps:Steps, eval_fn:Callable, around:Callable, plan:LayerTarget
 
 def score_elsewhere(
     steps:Steps,      # of the model
-    plans:list,       # what to do to it
+    plans:dict,       # size that was asked for -> plan
     eval_fn:Callable, # as for `analyze_degradation`
     around:Callable,  # perturbation around each evaluation
     base:Score,       # of the untouched model
     n_jobs:int|None,  # processes, as for `spread`
     verbose:bool,     # show a progress bar
-)->list:              # of `Score`
+)->Iterator:          # of pairs: size that was asked for, `Score`; as they are ready
     """The scores of plans, in workers. They warn if the untouched model has another score there
 
     Parameters
     ----------
     steps : Steps
         of the model
-    plans : list
-        what to do to it
+    plans : dict
+        size that was asked for -> plan
     eval_fn : Callable
         as for `analyze_degradation`
     around : Callable
@@ -607,16 +609,15 @@ def score_elsewhere(
 
     Returns
     -------
-    list
-        of `Score`
+    Iterator
+        of pairs: size that was asked for, `Score`; as they are ready
     """
     measure = partial(_score_plan, steps, eval_fn, around)
     untouched = partial(baseline_score, steps.model, eval_fn)
-    scores, tick = {}, ticker(len(plans), verbose)
-    for place, score in spread(Compared(measure, untouched, base), plans, n_jobs):
-        scores[place] = score
+    targets, tick = list(plans), ticker(len(plans), verbose)
+    for place, score in spread(Compared(measure, untouched, base), plans.values(), n_jobs):
         tick(f"{score.value:.4f}")
-    return [scores[place] for place in range(len(plans))]
+        yield targets[place], score
 
 # %% ../../nbs/plans/12_degradation.ipynb #12d91491
 def known_sizes(
@@ -693,24 +694,29 @@ def measure_sizes(
     base = baseline_score(steps.model, eval_fn)
     dense = steps.size({}, cost)
     check_again(journal, "baseline", score_data(base))
-    points, tried, known = [], [], known_sizes(journal, plans)
-    compressed = {target: plan for target, plan in plans.items() if plan and target not in known}
-    def find(): return finish(base, points) if finish and points else None
-    with so_far(find):
-        if count_workers(n_jobs) > 1 and len(compressed) > 1:
-            scores = score_elsewhere(steps, list(compressed.values()), eval_fn, around, base, n_jobs, verbose)
-            known |= dict(zip(compressed, scores, strict=True))
-        for target, plan in progress(list(plans.items()), verbose and not known):
+    known, tried, ms = known_sizes(journal, plans), [], {}
+    left = {target: plan for target, plan in plans.items() if plan and target not in known}
+    known |= {target: base for target, plan in plans.items() if not plan}
+    sizes = {target: steps.size(plan, cost) for target, plan in plans.items()}
+    def keep(target, score):
+        with noting(plan_at_work(plans[target])): check_comparable(base, score)
+        if journal: journal.record(plan_key("size", plans[target], 1.), score_data(score))
+        known[target] = score
+    def point(target):
+        more = dict(latency_ms=ms.get(target), plan=plans[target])
+        return size_point(target, sizes[target], dense, base, known[target], higher_is_better, **more)
+    def points(): return [point(target) for target in plans if target in known]
+    with so_far(lambda: finish(base, points()) if finish and known else None):
+        if count_workers(n_jobs) > 1 and len(left) > 1:
+            for found in score_elsewhere(steps, left, eval_fn, around, base, n_jobs, verbose): keep(*found)
+        for target, plan in progress(list(plans.items()), verbose and not left.keys() <= known.keys()):
             if plan:
-                score, ms = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
-                with noting(plan_at_work(plan)): check_comparable(base, score)
-                if journal: journal.record(plan_key("size", plan, 1.), score_data(score))
+                score, ms[target] = measure_plan(steps, plan, eval_fn, around, runs, known.get(target))
+                keep(target, score)
                 tried.append((f"size {target:g}", partial(carried, steps, plan), same_score(base, score)))
-            else: score, ms = base, time_ms(steps, runs)
-            size = steps.size(plan, cost)
-            points.append(size_point(target, size, dense, base, score, higher_is_better, latency_ms=ms, plan=plan))
+            else: ms[target] = time_ms(steps, runs)
     check_heard(steps.model, steps.sample, base, tried, higher_is_better=higher_is_better, everything=everything)
-    return base, points
+    return base, points()
 
 # %% ../../nbs/plans/12_degradation.ipynb #82ecf6d7
 def analyze_degradation(
@@ -822,8 +828,8 @@ def analyze_degradation(
     if is_measured(plan): warn_if_judged_otherwise(levels_of(plan), recalibrate)
     everything = layers is None and layer_types is None and locked is None and bounds is None
     used = [calibration_data, recalibrate, *([steps.calibration.data] if steps.calibration else ())]
-    how = dict(method=compression, granularity=granularity, criteria=str(criteria))
-    how |= about_data(journal, eval_fn, *used)
+    how = dict(method=compression, granularity=granularity, criteria=criteria and as_criterion(criteria).name)
+    how |= about_data(journal, eval_fn, *used, criteria=criteria)
     how["data"] = *used, getattr(criteria, "refs", None) or ()
     settings = dict(plan=plan_name(plan), recalibrated=recalibrate is not None) | noted(steps.calibration)
     def finish(base, points):

@@ -2,6 +2,7 @@
 # mypy: ignore-errors
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fasterai_sens.core.plans import LayerTargets
@@ -78,7 +79,7 @@ def scored(model: nn.Module, eval_fn: Callable) -> Score: ...
 
 def baseline_score(model: nn.Module, eval_fn: Callable) -> Score: ...
 
-def score_elsewhere(steps: Steps, plans: list, eval_fn: Callable, around: Callable, base: Score, n_jobs: int | None, verbose: bool) -> list: ...
+def score_elsewhere(steps: Steps, plans: dict, eval_fn: Callable, around: Callable, base: Score, n_jobs: int | None, verbose: bool) -> Iterator: ...
 
 def known_sizes(journal, plans: dict) -> dict: ...
 

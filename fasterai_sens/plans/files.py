@@ -26,7 +26,7 @@ from ..core.keeping import Spare, forget_casts, keep_grads, keep_modules
 from ..core.signals import PutBack, PutBackOnError
 from ..core.state import leave_no_trace
 from ..core.protocol import Codes, Footprint, has_own, in_turn, methods
-from ..core.plans import LayerTargets, Plan, note_reshaped, reshaped_by
+from ..core.plans import LayerTargets, Plan, note_reshaped, note_shapes, reshaped_by, shapes_of
 from ..core.layers import all_units, check_model, place
 from ..core.counters import n_bytes
 from fasterai_sens.core.packing import (
@@ -37,7 +37,8 @@ from ..methods.criteria import large_final
 from ..methods.widths import n_params
 from ..measure.learner import learner_sample
 from fasterai_sens.plans.applier import (
-    as_written, carry_out, footprint, inner_changes, is_carried_out, note_carried_out, outline_at, settings_of
+    as_written, carry_out, footprint, inner_changes, is_carried_out, note_carried_out, original_shapes, outline_at,
+    settings_of,
 )
 
 # %% ../../nbs/plans/14_files.ipynb #067e1f37
@@ -649,6 +650,7 @@ def _key(name:str, part:str, taken:Mapping)->str:
 def pack_model(
     model:nn.Module, # with the plan in it
     plan:Plan|None,  # what was done; None: what is known of it
+    before=None,     # shapes of the parameters before anything was done, from `shapes_of`; None: nobody knows
 )->tuple:            # name -> tensor for the file; plain data about them
     """All that is written of a model. Raises ValueError for what cannot be written, or takes more than was planned
 
@@ -658,6 +660,8 @@ def pack_model(
         with the plan in it
     plan : Plan|None
         what was done; None: what is known of it
+    before : default None
+        shapes of the parameters before anything was done, from `shapes_of`; None: nobody knows
 
     Returns
     -------
@@ -675,6 +679,7 @@ def pack_model(
             tensors[entry.keys[part]] = x
         entries.append(vars(entry))
     left = {name: methods[name].remember(model) for name in in_turn()}
+    now = {name: entry["shape"] for entry in entries for name in entry["names"]}
     about = dict(
         model=type(model).__name__,
         plan={name: dict(targets) for name, targets in (plan or {}).items()},
@@ -682,6 +687,7 @@ def pack_model(
         methods={name: data for name, data in left.items() if data is not None},
         sizes=sizes_of(model),
         reshaped=reshaped_by(model),
+        before=before and {name: shape for name, shape in before.items() if shape != now.get(name)},
         training=[name for name, m in model.named_modules() if m.training])
     return tensors, about
 
@@ -729,8 +735,11 @@ def save_compressed(
     inner, plan = _inner(model), as_plan(plan)
     if sample is None and not applied: sample = _learner_input(model, plan)
     data = dict(sample=sample, criteria=criteria, calibration_data=calibration_data, reconstruct=reconstruct)
+    before = original_shapes(inner)
+    is_for_file = plan is not None and not (is_in_force(inner, plan) if applied is None else applied)
+    if before is None and is_for_file: before = shapes_of(inner)
     with in_effect(inner, plan, applied, **data):
-        tensors, about = pack_model(inner, plan)
+        tensors, about = pack_model(inner, plan, before)
         return write_archive(path, tensors, about)
 
 # %% ../../nbs/plans/14_files.ipynb #65bec1c6
@@ -816,6 +825,16 @@ class Filler:
         else: module.register_buffer(attr, t, persistent=entry.persistent)
 
 # %% ../../nbs/plans/14_files.ipynb #a5857e5b
+def _check_before(model:nn.Module, about:dict):
+    "Raises ValueError if a fresh model is not of the shapes that the saved one had before it was compressed"
+    if about.get("before") is None: return   # nobody knew, as with files of the first versions
+    kept = {name: entry["shape"] for entry in about["tensors"] for name in entry["names"]}
+    before = kept | about["before"]
+    for name, shape in shapes_of(model).items():
+        if shape == before.get(name, shape): continue
+        raise ValueError(f"{name!r} was {before[name]} in the saved model before it was compressed, "
+                         f"and is {shape} here: make one of the same class in the same way"[:400])
+
 def _prepare(model:nn.Module, about:dict):
     "Let a fresh model have the modules, hooks and sizes that the file speaks of. Raises ValueError if it cannot"
     for name, data in about["methods"].items():
@@ -846,6 +865,8 @@ def _check_complete(model:nn.Module, names:set):
 # %% ../../nbs/plans/14_files.ipynb #b7c0e1d4
 def _fill(archive:Archive, model:nn.Module):
     "Put what the file has into a fresh model. Raises ValueError if it does not fit"
+    before = shapes_of(model)
+    _check_before(model, archive.about)
     _prepare(model, archive.about)
     filler, entries = Filler(model), _read_entries(archive)
     for entry in entries:
@@ -858,14 +879,15 @@ def _fill(archive:Archive, model:nn.Module):
         filler.put(entry, t)
     training = set(archive.about["training"])
     for name, module in model.named_modules(): module.training = name in training
-    _note_done(model, archive.about)
+    _note_done(model, archive.about, before)
     forget_casts()
 
-def _note_done(model:nn.Module, about:dict):
+def _note_done(model:nn.Module, about:dict, before:dict):
     "Remember in a model from a file what was done to it, so that it is not done again when it is saved with its plan"
+    if about.get("before") is not None: note_shapes(model, before)
     reshaped = about.get("reshaped", {})   # files of the first versions say nothing of it
-    for name, targets in reshaped.items(): note_reshaped(model, name, targets)
-    if about["plan"] and about["plan"].keys() <= methods.keys(): note_carried_out(model, Plan(about["plan"]))
+    for name, targets in reshaped.items(): note_reshaped(model, name, targets, before)
+    if about["plan"] and about["plan"].keys() <= methods.keys(): note_carried_out(model, Plan(about["plan"]), before)
 
 _unreadable = KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError
 

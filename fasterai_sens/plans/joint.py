@@ -24,7 +24,7 @@ from ..core.progress import slow_bar
 from ..core.keeping import forget_casts
 from ..core.signals import limited
 from ..core.state import leave_no_trace
-from ..core.checks import check_count
+from ..core.checks import check_count, so_far
 from ..core.protocol import in_turn, methods, scale_of
 from ..core.saving import nested
 from ..core.plans import Plan
@@ -42,7 +42,7 @@ from .applier import Actor, Applier
 from .choices import Choice, may_meet, option_costs, planned
 from .allocate import Problem, best_within, choose_within, excluding, rises_around, set_up
 from .race import Runner, Track, probe, race
-from .meter import Contest, Meter, SearchResult, as_report_fn, so_far
+from .meter import Contest, Meter, SearchResult, as_report_fn
 from .search import alone_share
 
 # %% ../../nbs/plans/10_joint.ipynb #05f15a04
@@ -1331,8 +1331,8 @@ def search_plan(
     on_call = ticker(calls + len(starts) + len(problem.choices), verbose)
     report_rises = rises if report_higher_is_better is None else report_higher_is_better
     used = calibration_data, recalibrate
-    how = dict(plans=nested(about["settings"]), **about_data(journal, eval_fn, *used))
-    how["data"] = *used, getattr(criteria, "refs", None) or ()
+    how = about_data(journal, eval_fn, *used, criteria=criteria, report_fn=report_fn)
+    how |= dict(plans=nested(about["settings"]), data=(*used, getattr(criteria, "refs", None) or ()))
     with limited(timeout), open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
         meter = partial(Meter, model, applier, journal=book)
         report = report_fn and meter(report_fn, around, report_rises, "metric", name="report")

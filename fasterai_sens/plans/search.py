@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..core.keeping import forget_casts
 from ..core.signals import limited
 from ..core.state import leave_no_trace
-from ..core.checks import check_count
+from ..core.checks import check_count, so_far
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import check_sample
 from ..core.layers import all_units, check_model, check_types, filters_first, target_units
@@ -41,7 +41,7 @@ from ..measure.curvature import Curvature, curvature, has_parts
 from .baselines import Budget, baselines, budget
 from .targets import inverse_sensitivity, least_total
 from .race import Runner, Track, probe, race
-from .meter import Contest, Meter, SearchResult, as_report_fn, looks_twice, so_far
+from .meter import Contest, Meter, SearchResult, as_report_fn, looks_twice
 
 # %% ../../nbs/plans/09_search.ipynb #da2c007f
 _compression = Sparse.method_name   # what these plans are for
@@ -1138,7 +1138,8 @@ def search_targets(
     check_sample(model, sample)
     calibration = find_calibration(reconstruct, calibration_data, sample)
     ranks, used = as_criterion(criteria), [calibration_data, recalibrate, *([calibration.data] if calibration else ())]
-    how = dict(granularity=granularity, criteria=ranks.name, **about_data(journal, eval_fn, *used))
+    ranked = dict(granularity=granularity, criteria=ranks.name)
+    how = ranked | about_data(journal, eval_fn, *used, criteria=criteria, report_fn=report_fn)
     book = open_journal(journal, model, sample, metric_name, higher_is_better, (*used, ranks.refs or ()), **how)
     with limited(timeout), book as book, leave_no_trace(model):
         bound = bind(criteria, model, b.units, calibration_data, sample)
@@ -1150,8 +1151,7 @@ def search_targets(
         meter = partial(Meter, model, masker_of(b.units, granularity, bound, model, calibration), journal=book)
         check_effect(model, sample)
         contest = Contest(meter(eval_fn, around, higher_is_better, on_call=ticker(total, verbose)))
-        settings = dict(granularity=granularity, criteria=bound.name, recalibrated=recalibrate is not None)
-        settings |= noted(calibration)
+        settings = ranked | dict(recalibrated=recalibrate is not None) | noted(calibration)
         about = dict(budgets={_compression: b.target}, metric_name=metric_name, settings=settings, share=share)
         with so_far(partial(_end, contest, about)):
             enter_starts(contest, b, starts, share)

@@ -17,7 +17,7 @@ from numbers import Real
 import torch
 from torch import nn
 
-from ..core.checks import check_count, unknown_name
+from ..core.checks import check_count, harmless, unknown_name
 from ..core.protocol import methods
 from ..core.saving import Saved, as_interval, as_texts
 from ..core.results import damage
@@ -191,7 +191,7 @@ class CompressionTarget:
             low, high = self.expected_ci
             text += f" [{low:.4f}, {high:.4f}]"
         if self.advice: text += f"; {self.advice}"
-        return f"CompressionTarget({self.task or 'own'}: {text})"
+        return harmless(f"CompressionTarget({self.task or 'own'}: {text})")
 
 # %% ../../nbs/plans/13_verdicts.ipynb #7b23bcb2
 def _check_curve(
@@ -393,7 +393,7 @@ class Validation(Saved):
             drop += f" [{low:+.4f}, {high:+.4f}]"
         allowed = f"allowed {self.allowed_drop:.4g}"
         text = f"Validation({self.verdict}: {change}, {drop}, {allowed})"
-        return "\n  ".join([text, *self.advice])
+        return harmless("\n  ".join([text, *self.advice]))
     @classmethod
     def from_dict(cls, d):
         """A validation from its plain dictionary, perhaps through a file
