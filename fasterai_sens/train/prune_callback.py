@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from ..core.checks import harmless
 from ..methods.criteria import as_criterion, large_final
 from .schedules import Schedule, agp
 from .wrappers import inner_model
@@ -136,4 +137,4 @@ def print_sparsity(self:PruneCallback):
     "Print what was removed so far, and which targets the last fit missed"
     if self.pruner is None: raise ValueError("nothing to report yet: the callback has not been through a fit")
     self.pruner.print_sparsity()
-    for text in self.missed(): print(f"missed: {text}")
+    for text in self.missed(): print(harmless(f"missed: {text}"))

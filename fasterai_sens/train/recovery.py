@@ -30,7 +30,7 @@ from ..core.fingerprint import rng_state, set_rng_state
 from ..core.keeping import forget_casts
 from ..core.signals import PutBack, limited
 from ..core.state import keep_model, leave_no_trace
-from ..core.checks import check_count, check_options, check_pct, noting
+from ..core.checks import check_count, check_options, check_pct, noting, so_far
 from ..core.protocol import has_own, methods
 from ..core.plans import LayerTargets, check_method
 from ..core.inputs import FirstBatches, tensors_in
@@ -40,7 +40,7 @@ from fasterai_sens.core.checkpoint import (
     parameters_and_buffers, put_tensors, read_checkpoint, set_random_state, write_checkpoint
 )
 from ..core.calibration import is_asked
-from ..methods.criteria import INITIAL, PREVIOUS, Criterion, bind, collectors, large_final
+from ..methods.criteria import INITIAL, PREVIOUS, Criterion, about_criterion, bind, collectors, large_final
 from ..methods.sparsify import Sparse, Sparsifier, sparsity_report
 from ..methods.prune import Pruned
 from ..methods.pruner import Pruner, model_size, resolve
@@ -52,7 +52,6 @@ from ..measure.loop import check_baseline, evaluate, ticker
 from ..measure.norms import Recalibrated, reestimate_norms
 from ..plans.baselines import check_reach, scale_to_mean
 from ..plans.sizes import Steps, check_measured, find_steps, is_measured, levels_of, takes
-from ..plans.meter import so_far
 from ..plans.degradation import check_drop, slack
 from .sparsify_callback import SparsifyCallback
 from .prune_callback import PruneCallback
@@ -909,7 +908,7 @@ def open_book(
         targets=result.targets,
         max_drop=result.max_drop,
         options=result.settings,
-        criteria=dict(name=criterion.name, refs=digest_of(criterion.refs)),
+        criteria=dict(name=criterion.name, refs=digest_of(criterion.refs)) | about_criterion(criterion),
         learner=describe_learner(learn),
         training=named(training),
         data={name: digest_of(x) for name, x in data.items()})

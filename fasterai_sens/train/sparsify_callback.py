@@ -8,6 +8,7 @@ __all__ = ['SparsifyCallback']
 # %% ../../nbs/train/10_sparsify_callback.ipynb #fab51999
 from fastcore.basics import patch
 
+from ..core.checks import harmless
 from ..methods.criteria import as_criterion, large_final
 from ..methods.sparsify import print_report
 from .schedules import Schedule, agp
@@ -79,4 +80,4 @@ def print_sparsity(self:SparsifyCallback):
     "Print the sparsity that each layer reached in the last fit, and which targets it missed"
     if not self.report: raise ValueError("nothing to report yet: the callback has not been through a fit")
     print_report(self.report)
-    for text in self.missed(): print(f"missed: {text}")
+    for text in self.missed(): print(harmless(f"missed: {text}"))

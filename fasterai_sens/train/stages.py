@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fastcore.basics import patch
 
-from ..core.checks import format_table
+from ..core.checks import format_table, harmless
 from ..core.saving import Saved, as_interval, as_pairs, check_entries
 from ..core.plans import LayerTargets
 
@@ -60,7 +60,7 @@ class RecoveryResult(Saved):
     def __repr__(self):
         scores = f"{self.baseline_metric:.4f} -> {self.metric:.4f}"
         what = f"{self.compression}, {self.where}"
-        return f"RecoveryResult({what}, {self.metric_name} {scores})"
+        return harmless(f"RecoveryResult({what}, {self.metric_name} {scores})")
     @property
     def metric(self)->float:
         "Of the model as it was left"
@@ -111,13 +111,13 @@ def summary(self:RecoveryResult):
     title.append(f"untouched {self.metric_name} {self.baseline_metric:.4f}")
     if self.max_drop is not None: title.append(f"may lose {self.max_drop:g}")
     title.append(f"left {self.where}")
-    print(" | ".join(title) + "\n")
+    print(harmless(" | ".join(title) + "\n"))
     rows = [_cells_of(row) for row in self.history]
     print(format_table(_columns, rows))
-    if self.stopped: print(f"\n{self.stopped}")
+    if self.stopped: print(harmless(f"\n{self.stopped}"))
     reasons = dict.fromkeys(row.get("no_ci") for row in self.history)
-    for why in filter(None, reasons): print(f"no 95 % interval: {why}")
-    for name, why in self.skipped: print(f"skipped {name}: {why}")
+    for why in filter(None, reasons): print(harmless(f"no 95 % interval: {why}"))
+    for name, why in self.skipped: print(harmless(f"skipped {name}: {why}"))
 
 # %% ../../nbs/train/13_stages.ipynb #3e7fa2f1
 @patch

@@ -23,6 +23,7 @@ class CompressCallback(TrainerCallback):
     """Compress a model while Hugging Face's `Trainer` trains it: `Trainer(..., callbacks=[CompressCallback(targets)])`
 
     The best checkpoint is one at the final compression. Each checkpoint holds what a resumed training needs to know.
+    What a plan takes out of the model for good, such as channels, is carried out before the Trainer is made.
 
     Parameters
     ----------
@@ -90,7 +91,8 @@ def check_trainer(self:CompressCallback,
     for name, h in self.holders.items():
         if isinstance(h, AppliedHolder) and (h.kind.remakes or h.kind.reshapes):
             raise ValueError(f"{name} makes new parameters, and the Trainer has its optimizer already: "
-                             "carry it out with Plan.apply before you make the Trainer")
+                             f"carry {name} out before you make the Trainer, with Plan({name}=targets)"
+                             f".apply(model, sample), and give the callback the plan without {name}")
         if h.needs_optimizer and args.world_size > 1:
             raise ValueError(f"{name} makes new parameters, which other processes do not notice: train in one")
 
