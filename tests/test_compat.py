@@ -22,7 +22,7 @@ from fasterai_sens.core.fingerprint import changes, fingerprint
 
 page = Path(__file__).parent.parent / "docs" / "migration.md"
 moved = {   # where the old examples import from -> where they do now
-    r"from fasterai\.(analyze\.sensitivity|core\.all|sparse\.all|prune\.all) import": "from fasterai_sens.compat.fasterai import",
+    r"from fasterai\.(analyze\.sensitivity|core\.(all|criteria)|sparse\.all|prune\.(all|pruner)) import": "from fasterai_sens.compat.fasterai import",
     r"from nni\.compression\.pytorch\.utils(\.\w+)? import": "from fasterai_sens.compat.nni import"}
 
 
@@ -181,6 +181,76 @@ def test_the_tutorial_of_fasterai_runs(capsys):
     assert found["quant_result"].compression_type == "quantization-8bit" and found["pruning_result"].compression_level == 30
     assert list(found["df"]) == ["name", "layer_type", "params", "baseline_metric", "compressed_metric", "delta"]
     assert all(10 <= pct <= 80 for pct in found["targets"].values())
+
+
+sparsifier_and_pruner = """
+from fasterai.sparse.all import Sparsifier
+from fasterai.prune.pruner import Pruner
+from fasterai.core.criteria import large_final, random
+
+model = resnet18()
+sparsifier = Sparsifier(model, 'filter', 'local', large_final)
+sparsifier.sparsify_layer(model.conv1, 70)
+sparsifier.print_sparsity()
+filters = (model.conv1.weight == 0).flatten(1).all(1).sum().item()
+
+model = resnet18(weights=None)
+params_orig = sum(p.numel() for p in model.parameters())
+
+# Iterative pruning: 5 steps to reach 50% pruning
+pruner = Pruner(
+    model, 
+    pruning_ratio=50,
+    context='local', 
+    criteria=large_final,
+    iterative_steps=5  # Spread pruning over 5 steps
+)
+
+print('Iterative pruning (5 steps to reach 50%):')
+for i in range(5):
+    pruner.prune_model()
+    params = sum(p.numel() for p in model.parameters())
+    print(f'  Step {i+1}: {params:,} params ({100*(1-params/params_orig):.1f}% reduction)')
+
+conv1, model = model.conv1, resnet18(weights=None)
+
+# Conservative on early layers, aggressive on later layers
+per_layer_ratios = {
+    'layer1.0.conv1': 20,  'layer1.0.conv2': 20,  # 20% pruning
+    'layer2.0.conv1': 40,  'layer2.0.conv2': 40,  # 40% pruning  
+    'layer3.0.conv1': 60,  'layer3.0.conv2': 60,  # 60% pruning
+    'layer4.0.conv1': 80,  'layer4.0.conv2': 80,  # 80% pruning
+}
+
+pruner = Pruner(model, per_layer_ratios, 'local', large_final)
+pruner.prune_model()
+"""
+
+
+def test_the_tutorials_of_sparsifier_and_pruner_run(capsys):
+    """Of fasterai 0.3.2; but for the import, only what the page renames is another."""
+    made = partial(NarrowResNet, layers=[1, 1, 1, 1])
+    assert "`iterative_steps=` is `steps=`" in page.read_text()
+    renamed = re.sub(r"\biterative_steps=", "steps=", sparsifier_and_pruner)
+    found = run(renamed, resnet18=lambda weights=None: made())
+    assert found["filters"] == 11 and found["conv1"].out_channels == 8   # 70 % of 16, and half of them in five steps
+    assert [found["model"].get_submodule(f"layer{i}.0.conv1").out_channels for i in (1, 2, 3, 4)] == [13, 20, 26, 26]
+    callbacks = {}
+    exec("""
+from fasterai_sens.all import *
+sp_cb = SparsifyCallback(sparsity=50, granularity='weight', context='local', criteria=large_final, schedule=one_cycle)
+per_layer = SparsifyCallback(
+    sparsity={'0.4.0.conv1': 30}, 
+    granularity='weight', 
+    context='local',  # Required for per-layer sparsity
+    criteria=large_final, 
+    schedule=cos
+)
+pr_cb = PruneCallback(pruning_ratio=40, context='global', criteria=large_final, schedule=one_cycle)
+""", callbacks)
+    assert "the same names in `fasterai_sens.all`" in page.read_text() and callbacks["sp_cb"].schedule is callbacks["one_cycle"]
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"Step \d: [\d,]+ params", printed)) == 5
 
 
 def small():

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fasterai_sens import LayerSensitivity, LayerTargets, SensitivityResult, SweepResult, report
+from fasterai_sens import LayerSensitivity, LayerTargets, Plan, SensitivityResult, SweepResult, report
 from fasterai_sens.show.page import plotly_program
 
 evil = [
@@ -108,7 +108,7 @@ def browser():
 
 def opened(browser, path, **options):
     """The page with all charts drawn, what its console said, and what it asked for."""
-    page = browser.new_page(viewport=dict(width=1200, height=900), **options)
+    page = browser.new_page(**dict(viewport=dict(width=1200, height=900)) | options)
     said, asked = [], []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -159,4 +159,36 @@ def test_in_a_browser(browser, tmp_path):
         if event: page.evaluate("event => dispatchEvent(new Event(event))", event)
         assert len(visible(page)) == n, event
     assert not said and page.evaluate("window.ran") is None
+    page.close()
+
+
+def test_on_a_phone(browser, tmp_path):
+    """The page does not move sideways; a table that does says so, and its names stay; hints can be read in the dark."""
+    path = report(sweep_of(30), tmp_path / "a.html")
+    page, said, _ = opened(browser, path, color_scheme="dark", viewport=dict(width=390, height=800))
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.wait_for_selector(".scroll.wide")
+    assert "more to the right" in page.evaluate("getComputedStyle(document.querySelector('.wide caption'), '::after').content")
+    page.get_by_role("button", name="By block").click()
+    seen = page.evaluate("""() => {
+        const region = document.querySelector('.scroll'), name = region.querySelector('tbody:not([hidden]) th');
+        region.scrollLeft = 1000;
+        return [region.scrollLeft, name.getBoundingClientRect().left - region.getBoundingClientRect().left];
+    }""")
+    assert seen[0] > 100 and abs(seen[1]) <= 2
+    hint = page.evaluate("getComputedStyle(document.querySelector('input'), '::placeholder').color")
+    soft = page.evaluate("getComputedStyle(document.querySelector('figcaption')).color")
+    assert hint == soft and not said
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_every_bar_has_its_name(browser, tmp_path, width):
+    """Of a plan for an encoder: names stay on the page, those of the last layers too."""
+    names = [f"bert.encoder.layer.{i}.{part}" for i in (0, 1) for part in ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")]
+    path = report(Plan(pruning=dict.fromkeys(names, 25)), tmp_path / "a.html")
+    page, said, _ = opened(browser, path, viewport=dict(width=width, height=800))
+    drawn = page.eval_on_selector_all(".xtick text", "texts => texts.filter(t => t.style.display != 'none' && getComputedStyle(t).opacity != 0).map(t => t.textContent)")
+    assert [name.removeprefix("…")[-12:] for name in drawn] == [name[-12:] for name in names]
+    assert not said
     page.close()

@@ -9,6 +9,7 @@ __all__ = ['size_mb', 'analyze_degradation', 'compress_to_size', 'identify_criti
 # %% ../../nbs/compat/02_degradation.ipynb #d904789e
 import copy
 import math
+import warnings
 from collections.abc import Mapping
 from numbers import Real
 
@@ -51,10 +52,16 @@ def _pct_of_ratio(
         raise ValueError(f"ratio is how many times smaller the model gets, 1 or more, 2 for half of it; got {ratio!r}")
     return 100/ratio
 
+def _as_share(
+    pct:float, # of the untouched model
+)->str:        # with its unit, since a number below 1 may be a fraction by mistake, and is warned of
+    "A size as text"
+    return f"{pct:.12f} %"
+
 def size_mb(
     model:nn.Module, # any model
 )->float:            # 10**6 bytes
-    """What the parameters take
+    """What the parameters take, without the zeros in the weights of layers
 
     Parameters
     ----------
@@ -66,12 +73,16 @@ def size_mb(
     float
         10**6 bytes
     """
-    return sum(p.numel()*p.element_size() for p in check_model(model).parameters())/1e6
+    n = sum(p.numel()*p.element_size() for p in check_model(model).parameters())
+    for unit in find_units(model)[0]:
+        zeros = int((unit.weight == 0).sum())
+        n -= zeros*unit.weight.element_size()
+    return n/1e6
 
 # %% ../../nbs/compat/02_degradation.ipynb #b08cb71a
 def analyze_degradation(
     model:nn.Module,   # trained classifier; comes back bit for bit
-    size_targets,      # MB, at most these; in any order
+    size_targets,      # MB, at most these, or one of them; in any order
     test_loader,       # DataLoader or list of batches
     *, compression:str="sparsity", # name of a method that works by percent or bits
     cost:str="params", # what size is counted in: "params" that are not zero, or "bytes" of the saved file
@@ -84,7 +95,7 @@ def analyze_degradation(
     model : nn.Module
         trained classifier; comes back bit for bit
     size_targets
-        MB, at most these; in any order
+        MB, at most these, or one of them; in any order
     test_loader
         DataLoader or list of batches
     compression : str, default "sparsity"
@@ -100,10 +111,13 @@ def analyze_degradation(
         of dictionaries: target_size, accuracy, accuracy_drop, compression_ratio, efficiency
     """
     dense = size_mb(model) if cost != "bytes" else n_bytes(model)/1e6
-    targets = list(size_targets)
+    targets = [size_targets] if isinstance(size_targets, Real) else list(size_targets)
+    if targets and min(targets) > dense:
+        warnings.warn(f"sizes are in MB, and the model has {dense:.4g}: nothing is compressed", stacklevel=2)
     pct = [min(100., 100*target/dense) for target in targets]
     sample, how = _sample_of(model, test_loader), dict(cost=cost, runs=0, verbose=verbose)
-    curve = degradation_curve(model, sample, test_loader, list(dict.fromkeys(pct)), compression, **how)
+    asked_for = [_as_share(share) for share in dict.fromkeys(pct)]
+    curve = degradation_curve(model, sample, test_loader, asked_for, compression, **how)
     rows = []
     for target, share in zip(targets, pct, strict=True):
         asked = curve.dense_size*share/100
@@ -150,7 +164,7 @@ def compress_to_size(
     """
     pct = _pct_of_ratio(target_ratio)
     if sample is None: sample = guess_inputs(model, "sample")
-    return compress_to_pct(model, sample, pct, compression, cost=cost, verbose=verbose).model
+    return compress_to_pct(model, sample, _as_share(pct), compression, cost=cost, verbose=verbose).model
 
 # %% ../../nbs/compat/02_degradation.ipynb #98918d57
 def identify_critical_layers(
@@ -236,7 +250,7 @@ def compress_with_layer_sensitivity(
     if sample is None: sample = guess_inputs(model, "sample")
     plan = _as_result(model, sensitivity_scores)
     how = dict(cost="params", plan=plan, max_pct=max_pct, layers=[row.name for row in plan.layers], verbose=verbose)
-    return compress_to_pct(model, sample, pct, "sparsity", **how).model
+    return compress_to_pct(model, sample, _as_share(pct), "sparsity", **how).model
 
 # %% ../../nbs/compat/02_degradation.ipynb #67d810d4
 def gradual_degradation_recovery(

@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..core.state import leave_no_trace
-from ..core.checks import unknown_name
+from ..core.checks import harmless, unknown_name
 from ..core.protocol import methods, scale_of
 from ..core.results import SensitivityResult as Measured
 from ..core.layers import Unit
@@ -315,7 +315,7 @@ class OldResult:
         top : int, default 5
             rows of each kind
         """
-        print("\n".join(_summary_lines(self, top)))
+        print(harmless("\n".join(_summary_lines(self, top))))
     def to_dataframe(self):
         "A `pandas.DataFrame` with one row per layer, in model order"
         import pandas as pd

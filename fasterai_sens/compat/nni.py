@@ -7,7 +7,6 @@ __all__ = ['prune_types', 'kinds_of', 'ChannelDependency', 'SensitivityAnalysis'
            'GroupDependency', 'fix_mask_conflict', 'not_safe_to_prune', 'print_flops_params', 'count_flops_params']
 
 # %% ../../nbs/compat/01_nni.ipynb #83ee5080
-import csv
 import math
 import warnings
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from ..core.state import leave_no_trace
 from ..core.checks import format_table, unknown_name
+from ..core.saving import write_rows
 from ..core.inputs import call, tensors_in
 from ..core.layers import Unit, all_units, place
 from ..core.counters import as_inputs, count_calls, countable, n_samples, shape_of, tables_for
@@ -81,6 +81,8 @@ class SensitivityAnalysis:
         self.stops = stop_rule(early_stop_mode, early_stop_value)
         tenths = [i/10 for i in range(1, 10)]
         self.sparsities = [round(float(s), 2) for s in sorted(tenths if sparsities is None else sparsities)]
+        strange = [s for s in self.sparsities if not 0 <= s <= 1]
+        if strange: raise ValueError(f"sparsities are fractions from 0 to 1, such as .25 for 25 %; got {strange[0]:g}")
         self.model, self.val_func = model, val_func
         units = [u for u in all_units(model)[0] if isinstance(u.module, nn.Conv1d | nn.Conv2d)]
         self.units = {u.name: u for u in units}
@@ -149,7 +151,7 @@ def _curve(self:SensitivityAnalysis,
 def analysis(self:SensitivityAnalysis,
     val_args=None,         # list of arguments for `val_func`
     val_kwargs=None,       # dict of keyword arguments for `val_func`
-    specified_layers=None, # names of convolutions; None: all
+    specified_layers=None, # names of convolutions, or one; None: all
 )->dict:                   # layer name -> {sparsity: metric}
     """Measure the model as it is, then each layer at each sparsity; warns of names that are no convolution
 
@@ -160,13 +162,14 @@ def analysis(self:SensitivityAnalysis,
     val_kwargs : default None
         dict of keyword arguments for `val_func`
     specified_layers : default None
-        names of convolutions; None: all
+        names of convolutions, or one; None: all
 
     Returns
     -------
     dict
         layer name -> {sparsity: metric}
     """
+    if isinstance(specified_layers, str): specified_layers = [specified_layers]   # a name alone
     unknown = [name for name in specified_layers or () if name not in self.units]
     if unknown: warnings.warn(f"not among the convolutions, and passed over: {', '.join(unknown)}", stacklevel=2)
     metric = partial(self.val_func, *(val_args or ()), **(val_kwargs or {}))
@@ -178,14 +181,6 @@ def analysis(self:SensitivityAnalysis,
     return self.sensitivities
 
 # %% ../../nbs/compat/01_nni.ipynb #2b848d34
-def _write_csv(
-    path, # file to write
-    rows, # of cells
-):
-    "With the line ends that Python's `csv` writes, on every system"
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows(rows)
-
 @patch
 def export(self:SensitivityAnalysis,
     filepath, # file to write
@@ -199,7 +194,7 @@ def export(self:SensitivityAnalysis,
     """
     rows = [["layername", *self.sparsities]]
     for name, curve in self.sensitivities.items(): rows.append([name, *curve.values()])
-    _write_csv(filepath, rows)
+    write_rows(filepath, rows)
 
 # %% ../../nbs/compat/01_nni.ipynb #95736b3c
 def _as_sample(
@@ -286,7 +281,7 @@ class OutputDependency:
         """
         rows = [["Dependency Set", "Layers"]]
         for i, names in enumerate(self.dependency_sets, 1): rows.append([f"Set {i}", *sorted(names)])
-        _write_csv(filepath, rows)
+        write_rows(filepath, rows)
 
 ChannelDependency = OutputDependency   # a name that this library has already
 
@@ -396,7 +391,7 @@ class GroupDependency:
             file to write
         """
         rows = [["Conv Layer Name", "Group"], *self.dependency.items()]
-        _write_csv(filepath, rows)
+        write_rows(filepath, rows)
 
 # %% ../../nbs/compat/01_nni.ipynb #fd60c7a8
 def fix_mask_conflict(

@@ -45,7 +45,10 @@ def shortened(
     -------
     str
     """
-    return name if len(name) <= most else "…" + name[1 - most:]
+    if len(name) <= most: return name
+    end = name[1 - most:]
+    dot = end.find(".")
+    return "…" + (end[dot + 1:] if 0 <= dot < most//2 else end)   # whole words, if that leaves most of it
 
 def layer_axis(
     names:list,  # of layers, at 0, 1, 2, ...
@@ -68,7 +71,8 @@ def layer_axis(
     blocks = fold_names(names, fit) if names else []
     places = [(first + last)/2 for _, first, last in blocks]
     texts = [shortened(text) for text, _, _ in blocks]
-    return dict(tickvals=places, ticktext=texts, automargin=True, zeroline=False)
+    angles = [0, -90]   # a slanted name would leave the page at its edges, and plotly does not draw one that does
+    return dict(tickvals=places, ticktext=texts, automargin=True, zeroline=False, autotickangles=angles)
 
 # %% ../../nbs/show/02_charts.ipynb #2a0d1e29
 def signed(
@@ -344,7 +348,7 @@ def heat(
     layout = dict(xaxis=level_axis(sweep) | dict(showgrid=False), yaxis=axis)
     says = f"The {what} for each layer and level, on a log scale from pale (robust) to dark (fragile)."
     says += " Grey: the interval holds 0. Blue: the metric is not a finite number. Empty: not measured."
-    return Chart("Layers by levels", says, [colors, marks], layout, min(1100, max(320, 140 + 16*len(names))))
+    return Chart(f"Layers by levels: {what}", says, [colors, marks], layout, min(1100, max(320, 140 + 16*len(names))))
 
 # %% ../../nbs/show/02_charts.ipynb #ced1dc37
 def curve(
@@ -511,8 +515,9 @@ def bars(
     trace |= dict(text=texts, hoverinfo="text", textposition="none", showlegend=False)
     title = dict(text=f"{method} ({scale.sign})")
     layout = dict(xaxis=layer_axis(list(targets)), yaxis=dict(title=title))
-    says = f"How much {method} each layer gets, in {scale.unit}, in model order."
-    return Chart(f"The plan: {method}", says, [trace], layout, 340)
+    says = f"How much {method} each layer gets, in {scale.unit}, in the order of the plan."
+    if scale.none is None: says += " A layer without a bar is left alone."
+    return Chart(f"The plan: {method}", says, [trace], layout, 400)
 
 # %% ../../nbs/show/02_charts.ipynb #e3cc958c
 def ranking(
@@ -581,7 +586,7 @@ def sizes(
     trace |= dict(line=dict(color=hues[0]), marker=dict(symbol=marks, size=9))
     trace["error_y"] = dict(type="data", symmetric=False, array=up, arrayminus=down, thickness=1, color=hues[0])
     across = dict(title=dict(text=f"size (% of {curve.dense_size:,} {cost})"), autorange="reversed")
-    says = f"{curve.metric_name} over the size of the model, with 95 % intervals where there are any."
+    says = f"The {curve.metric_name} over the size of the model, with 95 % intervals where there are any."
     says += " Diamond: where the curve bends."
     layout = dict(xaxis=across, yaxis=dict(title=dict(text=curve.metric_name)))
-    return Chart(f"{curve.metric_name} over size", says, [trace], layout)
+    return Chart(f"Sizes: {curve.metric_name}", says, [trace], layout)

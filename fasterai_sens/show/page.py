@@ -35,7 +35,9 @@ figcaption { font-size: .88rem }
 .plot { width: 100%; overflow: hidden }
 .tools { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center; margin: 1.8rem 0 .5rem }
 .tools p { margin: 0 }
-input[type=search] { font: inherit; width: 16rem; max-width: 100%; padding: .15rem .5rem }
+input[type=search] { font: inherit; width: 16rem; max-width: 100%; padding: .15rem .5rem;
+  background: var(--back); color: var(--ink); border: 1px solid var(--soft); border-radius: 4px }
+::placeholder { color: var(--soft); opacity: 1 }
 button { font: inherit; background: none; border: 0; padding: .1rem .2rem; cursor: pointer; text-align: inherit }
 .tools button { border: 1px solid var(--line); border-radius: 4px; padding: .1rem .6rem }
 :focus-visible { outline: 2px solid var(--mark); outline-offset: 1px }
@@ -58,6 +60,14 @@ tbody tr { border-top: 1px solid var(--line) }
 [aria-sort=descending] button::after { content: " ▼" }
 footer { margin-top: 3rem; font-size: .85rem; border-top: 1px solid var(--line) }
 [hidden] { display: none }
+.wide caption::after { content: " · more to the right"; font-weight: 400; color: var(--soft) }
+@media screen and (max-width: 40rem) {
+  th, th[scope^=row] { min-width: 8rem }
+  th[scope^=row], thead th:first-child { position: sticky; left: 0; background: var(--back) }
+  thead th:first-child { z-index: 2 }
+  .fold th, thead th:first-child { background: var(--band) }
+  th.number { min-width: 0 }
+}
 """
 
 # %% ../../nbs/show/03_page.ipynb #cf9ec218
@@ -100,7 +110,7 @@ template = """
 <input type="search" id="{{ id }}" placeholder="part of a name, a type, …">
 {% if part.is_folded %}<button type="button" class="blocks" aria-pressed="true">By block</button>
 <button type="button" class="every">Open all</button>{% endif %}
-<p role="status" aria-live="polite">{{ part.names|length }} rows</p></div>
+<p role="status" aria-live="polite">{{ part.names|length }} row{{ "" if part.names|length == 1 else "s" }}</p></div>
 {% endmacro %}
 {%- macro listing(part, id) %}
 {{ tools(part, id) }}
@@ -282,13 +292,17 @@ acting = r"""
   say(n) {
     const ways = {"1": "ascending", "-1": "descending"}, now = this.sorted ? ways[this.sorted.way] : "none";
     this.heads.forEach((head, i) => head.setAttribute("aria-sort", this.sorted?.column === i ? now : "none"));
-    this.status.textContent = n === this.rows.length ? `${n} rows` : `${n} of ${this.rows.length} rows`;
+    const rows = this.rows.length === 1 ? "1 row" : `${this.rows.length} rows`;
+    this.status.textContent = n === this.rows.length ? rows : `${n} of ${rows}`;
     this.tools.querySelector(".blocks")?.setAttribute("aria-pressed", this.byBlock);
     const every = this.tools.querySelector(".every");
     if (every) every.textContent = this.folds.some(fold => !fold.open) ? "Open all" : "Fold all";
   }
 }
 const listings = [...document.querySelectorAll("table")].map(table => new Listing(table));
+const says = ({target}) => target.classList.toggle("wide", target.scrollWidth > target.clientWidth + 1);
+const watch = new ResizeObserver(changed => changed.forEach(says));   // what does not fit says so
+for (const listing of listings) watch.observe(listing.table.parentNode);
 let before = [];
 addEventListener("beforeprint", () => {
   before = listings.map(listing => listing.folds.map(fold => fold.open));

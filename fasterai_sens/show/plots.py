@@ -162,11 +162,23 @@ def fold_names(
     return shown
 
 # %% ../../nbs/show/00_plots.ipynb #58975a08
+def _abbreviate(
+    name:str, # of a layer
+    most:int, # letters that have room
+)->str:
+    "The name with its first parts as single letters, as many as it takes; numbers stay, they tell layers apart"
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= most: break
+        word = part.rstrip("0123456789")
+        parts[i] = word[:1] + part[len(word):]
+    return ".".join(parts)
+
 def drawn(
     name:str,    # of a layer
     most:int=40, # letters that are shown
 )->str:
-    """The name as matplotlib has to be given it: on one line, and no formula
+    """The name as matplotlib has to be given it: on one line, of limited length, and no formula
 
     Parameters
     ----------
@@ -179,7 +191,7 @@ def drawn(
     -------
     str
     """
-    shown = printable(name, most).replace("$", r"\$")
+    shown = printable(_abbreviate(name, most), most).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 # %% ../../nbs/show/00_plots.ipynb #7bc5fb60
@@ -273,6 +285,16 @@ def _ranked_names(
     return labels
 
 # %% ../../nbs/show/00_plots.ipynb #be65b4b8
+def _rank_notes(
+    result,  # `SensitivityResult` or `SweepResult`
+    by:str,  # "metric" or "objective"
+)->list:     # of strings
+    "What the equals sign of a shared rank means, and what the ranks of this picture go by"
+    if not any(rank.endswith("=") for rank in result.ranks(by).values()): return []
+    one = result[0] if isinstance(result, SweepResult) else result
+    name = one.metric_name if by == "metric" else one.objective_name
+    return [f"=: rank by {drawn(str(name))}, shared where the order is not settled"]
+
 @patch
 def plot(self:SensitivityResult,
     figsize=(12, 5), # width and height in inches, if `ax` is None
@@ -307,10 +329,11 @@ def plot(self:SensitivityResult,
     notes = []
     if broken.any(): notes.append("blue, hatched: metric not finite")
     if any(map(holds_zero, rows)): notes.append("grey: the interval holds 0")
-    title = f"{self.title}, one layer at a time (baseline {self.baseline_metric:.4f})"
+    notes += _rank_notes(self, "metric")
+    title = f"{drawn(self.title)}, one layer at a time (baseline {self.baseline_metric:.4f})"
     if notes: title += "\n" + "; ".join(notes)
     ax.set_title(title, fontsize=10)
-    ax.set_ylabel(f"damage to {self.metric_name}")
+    ax.set_ylabel(f"damage to {drawn(self.metric_name)}")
     ax.set_xlim(-.7, len(rows) - .3)
     ax.grid(axis="y", alpha=.3)
     ax.set_axisbelow(True)
@@ -349,8 +372,8 @@ def _table(
 
 def _what(sweep:SweepResult, by:str)->str:
     "What is shown"
-    if by == "metric": return f"damage to {sweep[0].metric_name}"
-    return f"rise of {sweep[0].objective_name}"
+    if by == "metric": return f"damage to {drawn(sweep[0].metric_name)}"
+    return f"rise of {drawn(str(sweep[0].objective_name))}"
 
 # %% ../../nbs/show/00_plots.ipynb #d5d14625
 def _mark_levels(
@@ -409,7 +432,7 @@ def _draw_map(sweep:SweepResult, ax, by:str):
         mask = np.where(noise, 1., math.nan)
         grey = mpl.colors.ListedColormap([noise_color])
         ax.pcolorfast(*grid, mask[:, rising], cmap=grey)
-    notes = "; ".join(_map_notes(damages, noise))
+    notes = "; ".join(_map_notes(damages, noise) + _rank_notes(sweep, by))
     width, height = ax.figure.get_size_inches()
     letters = int(5*width)   # that fit over the map
     ax.set_title(fill(notes, letters), fontsize=9)
@@ -538,8 +561,8 @@ def plot(self:SweepResult,
     axes = _map_and_curves(figsize or (12, _map_height(len(names))))
     _draw_map(self, axes[0], by)
     _draw_curves(self, axes[1], by)
-    baseline = f"{first.metric_name} {first.baseline_metric:.4f}"
-    if by == "objective": baseline = f"{first.objective_name} {first.baseline_objective:.4f}"
+    baseline = f"{drawn(first.metric_name)} {first.baseline_metric:.4f}"
+    if by == "objective": baseline = f"{drawn(first.objective_name)} {first.baseline_objective:.4f}"
     axes[0].figure.suptitle(f"{first.compression_type}, one layer at a time (baseline {baseline})")
     name_layers(axes[0].yaxis, _ranked_names(self, _shown(self), by))
     return axes
@@ -630,15 +653,16 @@ def plot(self:DegradationResult,
     metrics = [p.metric for p in good]
     color = distinct[len(ax.containers) % len(distinct)]   # another one for each curve in these axes
     arms = _interval_arms(good, self.higher_is_better)
-    ax.errorbar(sizes, metrics, yerr=arms, color=color, marker="o", capsize=3, label=self.title)
+    ax.errorbar(sizes, metrics, yerr=arms, color=color, marker="o", capsize=3, label=drawn(self.title))
     broken = [p.size_pct for p in self.points if p not in good]
     if broken:
         height, across = np.full(len(broken), .03), ax.get_xaxis_transform()
         ax.plot(broken, height, "x", color=vermillion, transform=across, label="metric not finite")
     if self.knee: _draw_knee(ax, self.knee, color)
     _draw_limits(ax, _limits(self, allowed))
-    ax.set_title(f"{self.metric_name} over size (baseline {self.baseline_metric:.4f})")
-    ax.set(xlabel=f"size (% of {self.dense_size:,} {cost_name(self.cost)})", ylabel=self.metric_name)
+    metric = drawn(self.metric_name)
+    ax.set_title(f"{metric} over size (baseline {self.baseline_metric:.4f})")
+    ax.set(xlabel=f"size (% of {self.dense_size:,} {cost_name(self.cost)})", ylabel=metric)
     ax.xaxis.set_inverted(True)
     ax.grid(alpha=.3)
     _legend_beside(ax)
@@ -712,7 +736,8 @@ def plot_predicted(
     if singles: ax.scatter(*np.transpose(singles), s=12, color="grey", label="one layer")
     for (name, pair), (color, marker) in zip(plans.items(), point_styles(len(plans)), strict=True):
         ax.scatter(*pair, color=color, marker=marker, label=name)
-    ax.set(xlabel=f"expected {metric_name}", ylabel=f"measured {metric_name}")
+    name = drawn(metric_name)
+    ax.set(xlabel=f"expected {name}", ylabel=f"measured {name}")
     ax.grid(alpha=.3)
     _legend_beside(ax)
     return ax
@@ -768,7 +793,7 @@ def _draw_ranking(search:SearchResult, ax):
         if low is not None: ax.hlines(place, low, high, color="black")
     names = [row["plan"] for row in rows]
     ax.set_yticks(range(len(rows)), names)
-    text = f"loss of {search.metric_name}"
+    text = f"loss of {drawn(search.metric_name)}"
     if search.reported_on == "report_fn": text += " on the data of report_fn"
     ax.set_xlabel(text)
     ax.set_title(fill(search.limits, 45), fontsize=10)
@@ -898,7 +923,7 @@ def plot(self:RecoveryResult,
     ax.axhline(base, color="0.3", linewidth=.8)
     if self.max_drop is not None:
         ax.axhline(base - sign*self.max_drop, color=vermillion, linewidth=.8, linestyle="--", label="allowed")
-    ax.set(xlabel=f"{self.compression} (%)", ylabel=self.metric_name)
+    ax.set(xlabel=f"{self.compression} (%)", ylabel=drawn(self.metric_name))
     ax.grid(alpha=.3)
     _legend_beside(ax)
     return ax

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['layer_listing', 'rank_column', 'damage_column', 'skipped_listing', 'pairs_of', 'settings_part', 'ends', 'model_pairs',
            'baseline_pairs', 'interval_columns', 'level_columns', 'mean_column', 'cost_pairs', 'amount', 'cost_listing',
-           'target_parts', 'dict_of', 'sections_of', 'made_with', 'report']
+           'acts', 'target_parts', 'dict_of', 'by_method', 'sections_of', 'made_with', 'report']
 
 # %% ../../nbs/show/04_report.ipynb #f0e4a9e0
 import datetime
@@ -279,6 +279,7 @@ def baseline_pairs(
     """
     noise = noise_text(results)
     pairs = [("baseline", baseline_text(results[0]))]
+    if results[0].objective_name == "kl": pairs.append(("kl", "how far predictions are from the untouched model's"))
     return [*pairs, ("noise", noise)] if noise else pairs
 
 def interval_columns(
@@ -474,6 +475,25 @@ def cost_listing(
     return [Listing("Before and after", "cost", [cost_name(name) for name in names], columns)]
 
 # %% ../../nbs/show/04_report.ipynb #ff30b5aa
+def acts(
+    method:str, # name, or a unit
+    targets,    # layer name -> level
+)->bool:
+    """Whether any layer is changed: a chart of nothing but zeros says nothing
+
+    Parameters
+    ----------
+    method : str
+        name, or a unit
+    targets
+        layer name -> level
+
+    Returns
+    -------
+    bool
+    """
+    return any(level != scale_of(method).none for level in targets.values())
+
 def target_parts(
     plan,  # method -> targets
 )->list:   # of `Listing` and `Chart`
@@ -494,7 +514,7 @@ def target_parts(
     for method, targets in plan.items():
         scale = scale_of(method)
         columns.append(Column(f"{method} ({scale.sign})", [targets.get(name) for name in names], "{:.4g}".format))
-    pictures = [bars(method, targets) for method, targets in plan.items() if targets]
+    pictures = [bars(method, targets) for method, targets in plan.items() if acts(method, targets)]
     return [*pictures, Listing("The plan, layer by layer", "layer", names, columns, is_folded=True)]
 
 @patch
@@ -515,17 +535,18 @@ def report_section(self:Plan,
     -------
     Section
     """
-    pairs = [("methods", ", ".join(self) or "none"), ("layers", f"{len(self.levels())} in the plan")]
+    idle = [method for method in self if not acts(method, self[method])]
+    used = ", ".join(method for method in self if method not in idle)
+    pairs = [("methods", used or "none"), ("layers", f"{len(self.levels())} in the plan")]
+    if idle: pairs.append(("not used", f"{', '.join(idle)}: no layer gets any"))
     if self.predicted_metric is not None:
         text = f"{self.predicted_metric:.4f}, if the damages of the layers add up"
         pairs.append((f"predicted {self.metric_name or 'metric'}", text))
     if self.damage is not None: pairs.append(("sum of the damages", signed(self.damage)))
     if note := zeros_note(self): pairs.append(("savings", note))
     costs = cost_listing(self, *cost_pairs(self, model, sample))
-    about = {}
-    for method, own in self.settings.items():
-        about |= {f"{method} {name}".strip(): value for name, value in dict_of(own).items()}
-    return Section("Plan", [Remarks("Summary", pairs), *costs, *target_parts(self), *settings_part(about)])
+    about = settings_part(by_method(self.settings))
+    return Section("Plan", [Remarks("Summary", pairs), *costs, *target_parts(self), *about])
 
 def dict_of(
     x,     # settings of one method, or a single value
@@ -542,6 +563,26 @@ def dict_of(
     dict
     """
     return x if isinstance(x, Mapping) else {"": x}
+
+def by_method(
+    settings:dict, # method -> its settings, and single values
+)->dict:           # "sparsity granularity" -> value
+    """The settings of all methods beside each other
+
+    Parameters
+    ----------
+    settings : dict
+        method -> its settings, and single values
+
+    Returns
+    -------
+    dict
+        "sparsity granularity" -> value
+    """
+    found = {}
+    for method, own in settings.items():
+        found |= {f"{method} {name}".strip(): value for name, value in dict_of(own).items()}
+    return found
 
 # %% ../../nbs/show/04_report.ipynb #b87f9b74
 @patch
@@ -600,7 +641,8 @@ def report_section(self:SearchResult,
     numbers = {
         "untouched": self.baseline_metric, "predicted": self.predicted_metric, "measured": self.measured_metric,
     }
-    pairs += [(f"{name} {self.metric_name}", f"{value:.4f}") for name, value in numbers.items()]
+    where = "" if self.reported_on == "eval_fn" else " in search"   # the table has that of other data
+    pairs += [(f"{name} {self.metric_name}{where}", f"{value:.4f}") for name, value in numbers.items()]
     pairs.append(("what layers do to each other", f"{self.interaction_gap:+.4f}: measured minus predicted"))
     rows = self.ranking
     columns = [Column(self.metric_name, [row["metric"] for row in rows], "{:.4f}".format)]
@@ -609,8 +651,9 @@ def report_section(self:SearchResult,
     columns.append(Column(f"{self.metric_name} in search", [row["search_metric"] for row in rows], "{:.4f}".format))
     for name in self.budgets: columns.append(Column(name, [row[name] for row in rows], amount))
     plans = Listing("Plans, best first", "plan", [row["plan"] for row in rows], columns)
-    chosen = self.plan.report_section(model, sample).parts[1:]
-    return Section("Search", [Remarks("Summary", pairs), ranking(self), plans, *chosen, *settings_part(self.settings)])
+    chosen = [part for part in self.plan.report_section(model, sample).parts if part.kind != "remarks"]
+    about = settings_part(by_method(getattr(self.plan, "settings", {})) | by_method(self.settings))
+    return Section("Search", [Remarks("Summary", pairs), ranking(self), plans, *chosen, *about])
 
 # %% ../../nbs/show/04_report.ipynb #224430aa
 @patch

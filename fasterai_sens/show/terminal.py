@@ -25,7 +25,7 @@ from pathlib import Path
 from ..core.packing import Contents
 from ..core.plans import BitPlan, LayerTargets, Plan
 from ..core.counters import n_bytes
-from ..core.progress import log_to
+from ..core.progress import harmless, log_to
 from ..core.protocol import methods, named, scale_of
 from ..core.results import SensitivityResult
 from ..core.saving import read_data
@@ -536,7 +536,7 @@ def _in_one_line(error:BaseException)->str:
     said = error.args[0] if isinstance(error, KeyError) and error.args else error   # not in quotes, as Python has it
     text = f"{type(error).__name__}: {said}"
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
-    return " ".join([*text.splitlines(), *notes])
+    return harmless(" ".join([*text.splitlines(), *notes]))
 
 def main(
     argv=None, # arguments; None: those of the process
