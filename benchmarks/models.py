@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from math import isclose
@@ -25,6 +26,7 @@ from time import process_time
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent.parent/"tests"))
 from test_families import FAMILIES, build
@@ -308,6 +310,47 @@ def segformer():
     return SegformerForSemanticSegmentation(config), dict(pixel_values=torch.randn(1, 3, 32, 32))
 
 
+# families by their names, each from a configuration of the same small shape
+families = dict(
+    qwen2=("ForCausalLM", dict(num_key_value_heads=2)), qwen3=("ForCausalLM", dict(num_key_value_heads=2, head_dim=8)),
+    qwen2_moe=("ForCausalLM", dict(num_key_value_heads=2, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)),
+    gemma=("ForCausalLM", dict(num_key_value_heads=1, head_dim=4)), gemma2=("ForCausalLM", dict(num_key_value_heads=2, head_dim=4)),
+    phi=("ForCausalLM", {}), falcon=("ForCausalLM", {}), gpt_neox=("ForCausalLM", {}), opt=("ForCausalLM", dict(ffn_dim=24, word_embed_proj_dim=16)),
+    bloom=("ForCausalLM", dict(n_head=4, n_layer=2)), electra=("ForSequenceClassification", dict(embedding_size=8)),
+    albert=("ForSequenceClassification", dict(embedding_size=8)), roberta=("ForTokenClassification", dict(pad_token_id=0)),
+    deberta_v2=("ForSequenceClassification", dict(relative_attention=True, pos_att_type=["p2c", "c2p"])),
+    mobilebert=("ForSequenceClassification", dict(embedding_size=8, intra_bottleneck_size=8, true_hidden_size=8)))
+
+
+def of_family(name):
+    """A model of Hugging Face by the name of its family."""
+    import transformers
+    task, more = families[name]
+    kind = dict(qwen2="Qwen2", qwen3="Qwen3", qwen2_moe="Qwen2Moe", gpt_neox="GPTNeoX", opt="OPT", deberta_v2="DebertaV2", mobilebert="MobileBert")
+    prefix = kind.get(name, name.capitalize())
+    without_cache = dict(use_cache=False) if task == "ForCausalLM" else {}
+    return getattr(transformers, prefix + task)(getattr(transformers, f"{prefix}Config")(**tiny | more | without_cache)), text()
+
+
+for name in families: models[f"transformers: {name}"] = partial(of_family, name)
+
+
+@model("transformers")
+def swin():
+    """Windows that are shifted."""
+    from transformers import SwinConfig, SwinForImageClassification
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 1], num_heads=[2, 2], window_size=4)
+    return SwinForImageClassification(config), dict(pixel_values=torch.randn(1, 3, 32, 32))
+
+
+@model("transformers")
+def dinov2():
+    """Patches, with a scale for each layer."""
+    from transformers import Dinov2Config, Dinov2ForImageClassification
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
+    return Dinov2ForImageClassification(config), dict(pixel_values=torch.randn(1, 3, 16, 16))
+
+
 # ---- sound, video, recurrent nets, computed weights
 
 
@@ -399,6 +442,138 @@ computed = dict(
 for name, wrap in computed.items():
     models[f"computed weights: {name}"] = lambda wrap=wrap: (
         nn.Sequential(nn.Linear(8, 12), nn.ReLU(), wrap(nn.Linear(12, 12)), nn.ReLU(), nn.Linear(12, 3)), torch.randn(4, 8))
+
+
+# ---- what is unusual in how a model is held, called or built
+
+
+class Given(nn.Module):
+    """Modules, and a function of them and the input"""
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.parts, self.way = nn.ModuleDict(parts), forward
+    def forward(self, *x): return self.way(self.parts, *x)
+
+
+def plain(dtype=None): return nn.Sequential(nn.Linear(8, 12, dtype=dtype), nn.ReLU(), nn.Linear(12, 12, dtype=dtype), nn.ReLU(), nn.Linear(12, 3, dtype=dtype))
+
+
+def pictures(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(64, 3))
+
+
+def one_buffer():
+    """All weights are slices of one tensor, side by side."""
+    net, numbers, start = plain(), torch.randn(300), 0
+    for layer in (net[0], net[2], net[4]):
+        n = layer.weight.numel()
+        layer.weight = nn.Parameter(numbers[start:start + n].view_as(layer.weight))
+        start += n
+    return net
+
+
+def strided():
+    """Weights that are the transposed of what lies in memory, or every second column of it."""
+    net = plain()
+    net[0].weight, net[2].weight = nn.Parameter(torch.randn(12, 16)[:, ::2]), nn.Parameter(torch.randn(12, 12).t())
+    return net
+
+
+def shared():
+    """One layer, called three times."""
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), layer, nn.Linear(8, 3))
+
+
+def with_hooks():
+    """Hooks that change what goes in and comes out."""
+    net = plain()
+    net[0].register_forward_hook(lambda _, __, out: 2*out)
+    net[2].register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+    return net
+
+
+def in_place_compiled():
+    """One layer compiled inside a model that is not."""
+    net = plain()
+    net[2].compile(backend="eager")
+    return net
+
+
+def fake_quantized():
+    """Prepared for quantization-aware training."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 3)).train()
+    net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    return torch.ao.quantization.prepare_qat(net).eval()
+
+
+@dataclass
+class Answer:
+    """An output with names"""
+    logits: torch.Tensor
+    hidden: list
+
+
+def answered():
+    """A dataclass comes out."""
+    return Given(lambda m, x: Answer(m.b(m.a(x).relu()), [m.a(x)]), a=nn.Linear(8, 12), b=nn.Linear(12, 3))
+
+
+def packed():
+    """A recurrent layer without bias, in both directions, over sequences of different length."""
+    def forward(m, x):
+        out = m.rnn(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2])))[0]
+        return m.head(nn.utils.rnn.pad_packed_sequence(out)[0])
+    return Given(forward, rnn=nn.GRU(6, 8, bidirectional=True, bias=False), head=nn.Linear(16, 3))
+
+
+def other_widths():
+    """Attention whose keys and values are of other widths than its queries."""
+    def forward(m, q, k, v):
+        h = m.first(q, k, v)[0]
+        return m.head(m.second(h, h, h)[0])
+    return Given(forward, first=nn.MultiheadAttention(8, 2, kdim=6, vdim=10, batch_first=True), head=nn.Linear(8, 3),
+                 second=nn.MultiheadAttention(8, 4, add_bias_kv=True, add_zero_attn=True))
+
+
+def checkpointed(): return Given(lambda m, x: m.head(checkpoint(m.body, x, use_reentrant=False)), body=plain()[:3], head=nn.Linear(12, 3))
+
+
+def mapped(): return Given(lambda m, x: m.b(torch.func.vmap(lambda row: m.a(row).relu())(x)), a=nn.Linear(8, 12), b=nn.Linear(12, 3))
+
+
+def deformed():
+    """A convolution that looks where another one says."""
+    from torchvision.ops import DeformConv2d
+    return Given(lambda m, x: m.head(m.bent(x, m.where(x))), where=nn.Conv2d(3, 18, 3, padding=1), bent=DeformConv2d(3, 6, 3, padding=1), head=nn.Conv2d(6, 2, 1))
+
+
+class Named(nn.Module):
+    """Layers whose names are odd"""
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("=a b", "weight", "Ünï", "$x$", "_", "0")})
+        self.head = nn.Linear(8, 3)
+    def forward(self, x):
+        for layer in self.layers.values(): x = layer(x).relu()
+        return self.head(x)
+
+
+rows, image = partial(torch.randn, 6, 8), partial(torch.randn, 2, 3, 8, 8)
+unusual = {
+    "64 bits": (lambda: plain(torch.float64), lambda: rows(dtype=torch.float64)), "frozen": (lambda: plain().requires_grad_(False), rows),
+    "channels last": (lambda: pictures().to(memory_format=torch.channels_last), lambda: image().to(memory_format=torch.channels_last)),
+    "slices of one tensor": (one_buffer, rows), "strided weights": (strided, rows), "a layer called thrice": (shared, rows), "hooks": (with_hooks, rows),
+    "compiled": (lambda: torch.compile(plain(), backend="eager"), rows), "a compiled layer": (in_place_compiled, rows),
+    "traced by torch.fx": (lambda: torch.fx.symbolic_trace(plain()), rows), "DataParallel": (lambda: nn.DataParallel(plain()), rows),
+    "averaged weights": (lambda: torch.optim.swa_utils.AveragedModel(plain()), rows), "fake quantized": (fake_quantized, image),
+    "a dataclass comes out": (answered, rows), "odd names": (Named, rows), "packed sequences": (packed, lambda: torch.randn(5, 3, 6)),
+    "attention of other widths": (other_widths, lambda: (torch.randn(2, 5, 8), torch.randn(2, 4, 6), torch.randn(2, 4, 10))),
+    "nn.Transformer": (lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True), lambda: (torch.randn(2, 4, 8), torch.randn(2, 3, 8))),
+    "checkpointed": (checkpointed, rows), "vmap": (mapped, rows), "deformed": (deformed, image),
+    "pixels shuffled": (lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(), nn.Conv2d(4, 3, 1)), image),
+    "transposed in 3-D": (lambda: nn.Sequential(nn.Conv3d(1, 6, 3, padding=1), nn.BatchNorm3d(6), nn.ReLU(), nn.ConvTranspose3d(6, 4, 2, 2, groups=2), nn.Conv3d(4, 2, 1)),
+                          lambda: torch.randn(1, 1, 4, 6, 6))}
+for name, (make, sample) in unusual.items(): models[f"unusual: {name}"] = lambda make=make, sample=sample: (make(), sample())
 
 
 # ---- what is asked of each

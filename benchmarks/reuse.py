@@ -41,7 +41,9 @@ def make(name, images, px):
     torch.manual_seed(0)
     if name == "gpt2": return gpt2().eval(), torch.randint(50257, (max(1, images//4), 64))
     sized = {"image_size": px} if name == "vit_b_16" else {}
-    return getattr(torchvision.models, name)(weights=None, **sized).eval(), torch.randn(images, 3, px, px)
+    model = getattr(torchvision.models, name)(weights=None, **sized).eval()
+    if name == "vit_b_16": nn.init.normal_(model.heads.head.weight, std=.02)   # torchvision starts from zeros: outputs that nothing changes
+    return model, torch.randn(images, 3, px, px)
 
 
 def costs(model, x):
@@ -49,7 +51,8 @@ def costs(model, x):
     calls, handles = [], []
     def note(m, args, out):
         y = out[0] if isinstance(out, tuple) else out
-        if isinstance(m, nn.MultiheadAttention): calls.append((m, y.numel()*3*m.embed_dim + 2*y.numel()*y.shape[1]))
+        if isinstance(m, nn.Embedding): calls.append((m, 0))   # looks up; GPT-2's head, which has the same weight, multiplies
+        elif isinstance(m, nn.MultiheadAttention): calls.append((m, y.numel()*3*m.embed_dim + 2*y.numel()*y.shape[1]))
         else: calls.append((m, m.weight.numel()*y.numel()//y.shape[1 if y.dim() == 4 and isinstance(m, nn.Conv2d) else -1]))
     holders = {m for unit in all_units(model)[0] for m in unit.modules}
     for m in holders: handles.append(m.register_forward_hook(note))

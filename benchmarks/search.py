@@ -1,6 +1,6 @@
 """The searches against an evolution and a search of coefficients, from the same starts, at equal sample evaluations, on data that none of them has seen.
 
-    .venv/bin/python benchmarks/search.py [--tasks mlp transformer mobilenet resnet18] [--seeds 0 1 2] [--sparsities 80 90] [--bits 4 3] [--macs 50 30] [--evaluations 120] [--images 300] [--only evolution coefficients] [--cache FOLDER]
+    .venv/bin/python benchmarks/search.py [--tasks mlp transformer mobilenet resnet18 pitch sentences] [--seeds 0 1 2] [--sparsities 80 90] [--bits 4 3] [--macs 50 30] [--evaluations 120] [--images 300] [--only evolution coefficients] [--cache FOLDER]
 
 The networks of `tasks.py` are trained once for each seed. All go by the loss on `--images` samples, in one shot, without training and without new batch-norm statistics. One evaluation is all of these samples once; a part of them
 counts its share, and a backward pass counts as two forward passes. `ours` is `search_targets` for zeros, with everything it measures (the classic rule, each layer alone at the end), and `search_plan` for bits and multiply-accumulates: so many bits
@@ -11,7 +11,9 @@ For zeros a switch takes weights from one layer to another one; for levels one l
 coefficient times the square of its place on its ladder (sparsities that each drop a tenth of what is left, or the measured levels), the best mix of these is found, and the coefficients are searched: at random for a tenth of the evaluations, then
 in a tenth of the layers anew, the share of layers shrinking. Both get the plans that ours starts from (measured by them at their cost), and as many evaluations as ours took.
 
-The score is accuracy on held-out data or, for the transformer, bits a byte (lower is better). The table gives it for each seed, the mean, and the loss on the samples that were searched with.
+The two networks that packages carry (`--tasks pitch sentences`, in `pretrained.py`) were trained by others; a seed draws their data.
+
+The score is accuracy on held-out data, for the transformer bits a byte (lower is better), for the sentences the cosine to the untouched vectors. The table gives it for each seed, the mean, and the loss on the samples that were searched with.
 
 What it has printed so far is in docs/results.md.
 """
@@ -25,7 +27,8 @@ from time import process_time
 import numpy as np
 import pandas as pd
 import torch
-from tasks import losses, scores, tasks
+from pretrained import pretrained
+from tasks import tasks
 
 from fasterai_sens import Applier, Plan, SensitivityAnalyzer, evaluation, leave_no_trace, search_plan, search_targets
 from fasterai_sens.methods.criteria import large_final
@@ -40,7 +43,7 @@ from fasterai_sens.plans.targets import least_total
 def eval_on(task, images):
     """The evaluation that all searches go by: the score, and the loss."""
     x, y = (t[:images] for t in task.measure)
-    return evaluation((x, y), lambda out, targs: scores(out, targs, task.text), losses)
+    return evaluation((x, y), task.score, task.loss)
 
 
 class Zeros:
@@ -63,14 +66,14 @@ class Zeros:
         n = math.ceil(share*len(self.x))
         self.spent += n/len(self.x)
         self.set(kept)
-        return losses(self.task.model(self.x[:n]), self.y[:n]).mean().item()
+        return self.task.loss(self.task.model(self.x[:n]), self.y[:n]).mean().item()
 
     @torch.no_grad()
     def held_out(self, kept):
         """Score on data that no search has seen."""
         self.set(kept)
         x, y = self.task.held_out
-        return scores(self.task.model(x), y, self.task.text).mean().item()
+        return self.task.score(self.task.model(x), y).mean().item()
 
     def child(self, kept, chance):
         """One to three switches: weights go from one layer to another one."""
@@ -110,7 +113,7 @@ class Levels:
     def held_out(self, levels):
         """Score on data that no search has seen."""
         x, y = self.task.held_out
-        with self.limits.applier(self.limits.plan(levels)): return scores(self.task.model.eval()(x), y, self.task.text).mean().item()
+        with self.limits.applier(self.limits.plan(levels)): return self.task.score(self.task.model.eval()(x), y).mean().item()
 
     def step(self, levels, k, way):
         """A choice goes to the measured level next to its own; whether there is one."""
@@ -233,6 +236,7 @@ def rows_of(name, seed, cell, amount, args):
 
 def trained(name, seed, folder):
     """The task, trained now or read from a folder."""
+    if name in pretrained: return pretrained[name](seed)
     path = Path(folder)/f"{name}_{seed}.pt" if folder else None
     if path and path.exists(): return torch.load(path, weights_only=False)
     task = tasks[name](seed)
@@ -243,7 +247,7 @@ def trained(name, seed, folder):
 def main():
     """Train, search, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", default=list(tasks), choices=list(tasks))
+    parser.add_argument("--tasks", nargs="+", default=list(tasks), choices=[*tasks, *pretrained])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one training each")
     parser.add_argument("--sparsities", type=float, nargs="*", default=[80., 90.], help="percent of all compressible weights")
     parser.add_argument("--bits", type=float, nargs="*", default=[4., 3.], help="in the mean over the weights")

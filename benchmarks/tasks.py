@@ -23,6 +23,14 @@ class Task:
     spare: torch.Tensor | None = None  # inputs to estimate batch-norm statistics with, if there is batch norm
     text: bool = False                 # scored in bits a byte (lower is better), else in accuracy
 
+    def loss(self, out, y):
+        """What a search goes by, sample by sample."""
+        return losses(out, y)
+
+    def score(self, out, y):
+        """What it is judged by, sample by sample."""
+        return scores(out, y, self.text)
+
 
 def losses(out, y):
     """Cross-entropy of each sample from a model's outputs; of a text, the mean over its bytes."""
