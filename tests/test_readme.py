@@ -23,18 +23,19 @@ def short_demo(monkeypatch):
     """The learner of the demo with one block instead of two in each stage of its ResNet and a quarter of the channels, and a third of the digits, of 16 pixels"""
     learner, digits = demo.digits_learner, demo.digits
     monkeypatch.setattr(demo, "digits", lambda: [TensorDataset(*part[:len(part)//3]) for part in digits(16)])
-    monkeypatch.setattr(demo, "digits_learner", lambda: learner(epochs=3, arch=partial(NarrowResNet, layers=[1, 1, 1, 1])))
+    monkeypatch.setattr(demo, "digits_learner", lambda epochs=3: learner(epochs=epochs, arch=partial(NarrowResNet, layers=[1, 1, 1, 1])))
 
 
 @pytest.mark.slow
-def test_quick_start_runs(capsys, short_demo):
+def test_quick_start_runs(capsys, short_demo, monkeypatch, tmp_path):
     """The blocks run one after the other, as a reader would run them, and do what the text says."""
     matplotlib.use("Agg")
     names = {}
     text = "".join((root / page).read_text() for page in ("README.md", "docs/tour.md"))
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    first, plain, pruning, sizes, bits, loop, budget = (compile(block, "README.md", "exec") for block in blocks)
+    first, plain, search, pruning, sizes, bits, loop, budget, files = (compile(block, "README.md", "exec") for block in blocks)
     exec(first, names)
+    assert isinstance(names["result"], fasterai_sens.SweepResult), "targets from one level alone cost a quarter of the accuracy"
     exec(plain, names)
     assert "most sensitive (fragile)" in capsys.readouterr().out
     assert names["targets"].mean(names["model"]) == pytest.approx(80, abs=1e-6)
@@ -42,6 +43,8 @@ def test_quick_start_runs(capsys, short_demo):
     zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
     assert zeros == pytest.approx(.8, abs=1e-4)
     assert names["result"].compression_level == 4
+    exec(search, names)
+    assert names["found"].plan.mean(names["model"]) == pytest.approx(50, abs=1e-3) and "uniform" in capsys.readouterr().out
     params = sum(p.numel() for p in names["model"].parameters())
     exec(pruning, names)
     assert sum(p.numel() for p in names["learn"].model.parameters()) < .7 * params
@@ -60,6 +63,11 @@ def test_quick_start_runs(capsys, short_demo):
     exec(budget, names)
     best = names["best"]
     assert best.costs["bytes"] <= .15*best.whole["bytes"] and count_flops_params(model, names["images"][:1], verbose=False)[0] == best.costs["flops"] <= .75*whole
+    monkeypatch.chdir(tmp_path)
+    exec(files, names)
+    again, images = names["again"].eval(), names["images"][:8]
+    with torch.no_grad(): assert torch.equal(again(images), model.eval()(images))
+    assert Path("small.safetensors").stat().st_size <= 1.01*best.costs["bytes"] + 64_000 and Path("report.html").stat().st_size > 100_000
 
 
 @pytest.mark.parametrize("page", pages)
