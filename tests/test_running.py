@@ -2,6 +2,7 @@
 import sys
 from functools import partial
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,18 @@ def test_what_is_not_there_is_said(monkeypatch):
     assert notes["mine"] == "out of order" and "onnxruntime" in notes["onnx"] and "zeros" in notes["2:4"] and not notes["eager"]
     assert rows["eager"].ms > 0 and rows["onnx"].ms is None
     assert list(pick_runtimes()) == list(running.runtimes)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_integers_of_onnx_spare_a_bit_where_products_overflow(overflows, monkeypatch):
+    """Their weights are at most 64 there, and still near the plan"""
+    monkeypatch.setattr(running, "products_overflow", lambda: overflows)
+    seen, open_session = [], running.open_session
+    monkeypatch.setattr(running, "open_session", lambda proto, note="": seen.append(proto) or open_session(proto, note))
+    row = measure_runs(net(), Plan(quantization={"4": 8, "6": 8}), x, rounds=1, runtimes=["onnx integers"])[0]
+    weights = [onnx.numpy_helper.to_array(t) for t in seen[0].graph.initializer]
+    largest = max(abs(w.astype(int)).max() for w in weights if w.dtype == "int8" and w.ndim == 2)
+    assert 1e-6 < row.off < .03 and (largest <= 64) == overflows
 
 
 def test_integer_products():

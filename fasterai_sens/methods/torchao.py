@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['scale_block', 'holders', 'torchao_refusal', 'split_plan', 'torchao_quantization', 'integer_weight', 'grid_config',
-           'layer_config', 'torchao_options', 'to_torchao_config']
+           'products_overflow', 'dynamic_config', 'layer_config', 'torchao_options', 'to_torchao_config']
 
 # %% ../../nbs/methods/05_torchao.ipynb #c8dccf7c
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from ..core.plans import BitPlan
 from ..core.layers import Unit, find_units, target_units
@@ -260,6 +261,35 @@ def grid_config():
         return module
     return GridConfig
 
+# %% ../../nbs/methods/05_torchao.ipynb #4942e088
+def _config_of_products(ao, **options):
+    "torchao's configuration for products of integers, with its own grid"
+    return ao.Int8DynamicActivationInt8WeightConfig(version=2, **options)
+
+@cache
+def products_overflow()->bool:
+    "Whether this CPU multiplies 8-bit integers wrongly. Raises ImportError without torchao"
+    ao = torchao_quantization()
+    layer = nn.Sequential(skip_init(nn.Linear, 64, 32, bias=False, dtype=torch.float32))
+    nn.init.ones_(layer[0].weight)
+    ao.quantize_(layer, _config_of_products(ao))
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        out = layer(torch.ones(32, 64, dtype=torch.float32))
+    return bool((out < 60).any())   # 64 where it is right
+
+def dynamic_config():
+    """What torchao takes for a layer whose inputs are rounded too
+
+    Where products overflow, its integers are from -64 to 63. Raises ValueError there if this version has no such
+    range."""
+    ao = torchao_quantization()
+    if not products_overflow(): return _config_of_products(ao)
+    if "reduce_range" in {f.name for f in fields(ao.Int8DynamicActivationInt8WeightConfig)}:
+        return _config_of_products(ao, reduce_range=True)
+    raise ValueError(
+        "dynamic=True would be far off: this CPU has no VNNI instructions, and sums of products of 8-bit integers "
+        "overflow; take a newer torchao, which leaves one bit unused, or dynamic=False")
+
 # %% ../../nbs/methods/05_torchao.ipynb #d9a12d4c
 def layer_config(
     bits:int,        # 2..8
@@ -269,7 +299,7 @@ def layer_config(
     group_size=None, # weights that share a scale; None: all of an output
     symmetric=True,  # zero in the middle, or integers that span the weights
 ):
-    """What torchao takes for one layer. Raises ImportError without torchao
+    """What torchao takes for one layer. Raises ImportError without torchao, ValueError as `dynamic_config` does
 
     Parameters
     ----------
@@ -286,8 +316,8 @@ def layer_config(
     symmetric : default True
         zero in the middle, or integers that span the weights
     """
-    ao = torchao_quantization()
-    if dynamic and linear and bits == 8: return ao.Int8DynamicActivationInt8WeightConfig(version=2)
+    torchao_quantization()   # an error that helps if it is missing or old
+    if dynamic and linear and bits == 8: return dynamic_config()
     return grid_config()(bits, per_channel, group_size, symmetric)
 
 # %% ../../nbs/methods/05_torchao.ipynb #2836db94

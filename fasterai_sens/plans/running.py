@@ -30,7 +30,7 @@ from ..core.plans import Plan
 from ..core.protocol import has_own, methods
 from ..core.counters import first_tensor, n_bytes, synchronize
 from ..methods.criteria import large_final
-from ..methods.torchao import holders, split_plan, to_torchao_config, torchao_quantization
+from ..methods.torchao import holders, products_overflow, split_plan, to_torchao_config, torchao_quantization
 from .applier import Applier, settings_of
 from .files import as_plan, save_compressed
 
@@ -360,6 +360,11 @@ def _is_either_way(t:Tensor, w:Tensor)->bool:
     if t.dim() != 2 or w.dim() != 2: return False
     return torch.equal(t, w) or torch.equal(t, w.t())
 
+def _overflow_here()->bool:
+    "Whether products of 8-bit integers overflow on this CPU, so that weights had better spare a bit; torchao tells"
+    try: return products_overflow()
+    except ImportError: return False
+
 def deploy_onnx_integers(
     model:nn.Module, # with the plan in it; may be changed
     plan:Plan,       # its bits
@@ -391,7 +396,8 @@ def deploy_onnx_integers(
     with TemporaryDirectory() as folder:
         path = Path(folder)/"integers.onnx"
         try: tools.quantize_dynamic(proto, path, weight_type=tools.QuantType.QInt8, per_channel=True,
-                                    nodes_to_quantize=[*products, *[f"{name}_MatMul" for name in products]])
+                                    nodes_to_quantize=[*products, *[f"{name}_MatMul" for name in products]],
+                                    reduce_range=_overflow_here())
         except _failures as e: raise CannotRun(f"onnxruntime says {_first_line(e)}") from e
         proto = needed("onnx").load(path)
     rest = len(bits) - sum(node.op_type == "MatMulInteger" for node in proto.graph.node)
