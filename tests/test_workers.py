@@ -470,7 +470,7 @@ def test_dask(tmp_path):
 @pytest.mark.slow
 def test_ray(tmp_path):
     """Two worker processes of a Ray cluster"""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: it has no version for every Python that this library supports")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: it starts its processes anew for each call, which takes minutes")
     from ray.util.joblib import register_ray
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])   # Ray's processes do not find this file
