@@ -205,18 +205,28 @@ def worker_deaths()->tuple: # of exception classes
     return tuple(found)
 
 # %% ../../nbs/core/15_workers.ipynb #5d0cf142
-def _attempt(name:str, content:np.ndarray|None, items:dict, n_jobs:int|None)->Iterator: # of what `_work` returns
+class _Pool:
+    "Workers that stay until they are let go: Ray would start new ones for each call, and they import PyTorch first"
+    def __init__(self, n_jobs:int|None):
+        backend, _ = get_active_backend()
+        how = "generator_unordered" if backend.supports_return_generator else "list"
+        self.parallel = Parallel(n_jobs, return_as=how)
+        self.parallel.__enter__()
+    def run(self, calls:list)->Iterator: # of what they return
+        "Give out calls"
+        answers = self.parallel(calls)
+        if isinstance(answers, list): yield from answers
+        else:
+            with closing(answers): yield from answers
+    def close(self): self.parallel.__exit__(None, None, None)
+
+def _attempt(pool:_Pool, name:str, content:np.ndarray|None, items:dict)->Iterator: # of what `_work` returns
     "Give out items, by place"
     attempt = uuid.uuid4().hex
-    backend, _ = get_active_backend()
-    how = "generator_unordered" if backend.supports_return_generator else "list"
     calls = [delayed(_work)(attempt, name, content, place, item) for place, item in items.items()]
     is_done = False
     try:
-        answers = Parallel(n_jobs, return_as=how)(calls)
-        if how == "list": yield from answers
-        else:
-            with closing(answers): yield from answers
+        yield from pool.run(calls)
         is_done = True
     finally:
         if not is_done:
@@ -250,6 +260,13 @@ class Crew:
         self.name, self.content = uuid.uuid4().hex, pack((f, switches_now()))
         self.n_jobs, self.n_tries, self.told = n_jobs, n_tries, set()
         self.is_known = False   # whether the workers have the function
+        self.pool = None        # the workers, once they are needed
+
+    def close(self):
+        "Let the workers go, and what they have; the next items need others"
+        pool, self.pool, self.is_known = self.pool, None, False
+        _sent.pop(self.name, None)   # a worker may be a thread of this process
+        if pool is not None: pool.close()
 
     def do(self,
         items,        # what to do, each on its own
@@ -269,10 +286,11 @@ class Crew:
         left, failures = dict(enumerate(items)), 0
         total = len(left)
         while left:
+            if self.pool is None: self.pool = _Pool(self.n_jobs)
             content = None if self.is_known else self.content
             self.is_known = True
             try:
-                for place, result, said in _attempt(self.name, content, left, self.n_jobs):
+                for place, result, said in _attempt(self.pool, self.name, content, left):
                     if said is None:   # a new worker
                         self.is_known = False
                         continue
@@ -281,7 +299,7 @@ class Crew:
                     _tell(said, self.told)
                     yield place, result
             except worker_deaths() as e:
-                self.is_known = False
+                self.close()
                 failures += 1
                 logger.info("a worker died; %d of %d tasks are left, and others take over", len(left), total)
                 if failures >= self.n_tries: raise RuntimeError(
@@ -316,6 +334,4 @@ def spread(
     Iterator
         of pairs: place in `items`, result
     """
-    crew = Crew(f, n_jobs, n_tries)
-    try: yield from crew.do(items)
-    finally: _sent.pop(crew.name, None)   # a worker may be a thread of this process
+    with closing(Crew(f, n_jobs, n_tries)) as crew: yield from crew.do(items)
