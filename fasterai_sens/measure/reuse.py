@@ -247,6 +247,17 @@ class Tensors:
             for held in (module._parameters, module._buffers):
                 for name, t in held.items(): self._enter(held, name, t)
         self.names = {name: self.number(t) for name, t in model.named_parameters()}
+        self.look(model)
+    def look(self,
+        model:nn.Module, # the same
+    ):
+        """Note what the buffers are now
+
+        Parameters
+        ----------
+        model : nn.Module
+            the same
+        """
         self.buffers = {self.number(b): (b, Copy(b)) for b in model.buffers() if self.number(b) is not None}
     def _enter(self, held:dict, name:str, t):
         "One place in a module"
@@ -407,6 +418,20 @@ def start(self:Reuse,
     device = next(model.parameters()).device
     memory = free_bytes(device)//4 if self.memory is None else self.memory
     self.store = Store(memory//self.n_sharing)
+    self.expect(steps)
+
+@patch
+def expect(self:Reuse,
+    steps:list, # of (perturbation, unit), all evaluations that will come
+):
+    """Get ready for other steps, with what is written down already
+
+    Parameters
+    ----------
+    steps : list
+        of (perturbation, unit), all evaluations that will come
+    """
+    self.steps, self.known, self.found = steps, {}, {}
     for _, unit in steps: self.known.setdefault(unit.name, self.tensors.of_unit(unit))
 
 # %% ../../nbs/measure/11_reuse.ipynb #eae22fe2
@@ -466,6 +491,7 @@ def _record(self:Reuse, eval_fn:Callable, model:nn.Module):
     "An evaluation that is written down"
     watched = set().union(*self.known.values())
     recorder = Recorder(self.store, self.tensors.numbers, watched)
+    self.tensors.look(model)   # statistics may have been estimated anew since the start
     hooked = [m for m in model.modules() if user_hooks(m)]
     started = time.perf_counter()
     with PutBack(partial(_stop_at, hooked, recorder)):

@@ -12,7 +12,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from ..core.keeping import forget_casts
 from ..core.signals import limited
 from ..core.state import leave_no_trace
 from ..core.checks import check_count, so_far
+from ..core.layers import check_model
 from ..core.protocol import in_turn, methods, scale_of
 from ..core.saving import nested
 from ..core.plans import Plan
@@ -35,6 +36,7 @@ from ..methods.pruner import in_one_ranking
 from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_effect
 from ..measure.loop import check_training, ticker
+from ..measure.neighbours import Neighbours
 from ..measure.norms import recalibrating, warn_if_judged_otherwise
 from ..measure.curvature import Curvature, curvature, has_parts, readers
 from ..measure.estimates import without_inputs
@@ -747,7 +749,9 @@ class LevelTrack(Track):
     @property
     def spent(self): return self.meter.n
     def damage(self, plan, share=1.): return self.meter.damage(self.limits.plan(plan), share)
-    def damages(self, plans, share=1.): return self.meter.damages(list(map(self.limits.plan, plans)), share)
+    def damages(self, plans, share=1., near=None):
+        near = None if near is None else self.limits.plan(near)
+        return self.meter.damages(list(map(self.limits.plan, plans)), share, near)
     def near(self,
         runner:Runner, # whose plan is looked at
     )->Near:
@@ -1211,11 +1215,17 @@ def end_contest(
     result.plan.predicted_metric = result.predicted_metric
     return result
 
+# %% ../../nbs/plans/10_joint.ipynb #16a3047e
 def _check_counted(budget, cost):
     "Raises ValueError for what cannot be counted"
     costs = budget if isinstance(budget, Mapping) else [cost]
     if "latency" in costs:
         raise ValueError("latency cannot be counted: allocate plans for it, and flops are near")
+
+def _what_counts(journal, eval_fn, report_fn, criteria, used:tuple, settings:dict)->dict:
+    "What a journal of a search depends on, beside the model and the names"
+    how = about_data(journal, eval_fn, *used, criteria=criteria, report_fn=report_fn)
+    return how | dict(plans=nested(settings), data=(*used, getattr(criteria, "refs", None) or ()))
 
 def _count_moves(evaluations, in_parts:bool, used:list)->int:
     "How many evaluations there may be while moving"
@@ -1249,6 +1259,8 @@ def search_plan(
     verbose:bool=True, # show a progress bar
     journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
     timeout=None,      # seconds that each evaluation may take, see `limited`; None: as long as it likes
+    reuse="auto",      # compute once what plans near one plan have in common: "auto" where it pays, True, False
+    reuse_memory=None, # bytes to keep results in; None: a quarter of what is free
 )->SearchResult:       # `plan` is a `Plan`
     """The best of the plans within the budgets, improved by a race of proposals. Raises as `allocate` does
 
@@ -1301,6 +1313,10 @@ def search_plan(
         path of a file that keeps each score, for the same call to go on from; None: nothing is kept
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
+    reuse : default "auto"
+        compute once what plans near one plan have in common: "auto" where it pays, True, False
+    reuse_memory : default None
+        bytes to keep results in; None: a quarter of what is free
 
     Returns
     -------
@@ -1308,6 +1324,7 @@ def search_plan(
         `plan` is a `Plan`
     """
     _check_counted(budget, cost)
+    alike = Neighbours(check_model(model), reuse, reuse_memory)
     eval_fn = as_eval_fn(eval_fn, sample=sample)
     check_sample(model, sample)
     check_effect(model, sample)
@@ -1315,7 +1332,8 @@ def search_plan(
         problem, budgets, applier, first, about = set_up(
             sweeps, budget, cost, combine, bounds, locked, by, model, sample, None, criteria, calibration_data, layers,
             layer_types)
-        report_fn = as_report_fn(report_fn, report_higher_is_better, first.higher_is_better, sample)
+        rises = first.higher_is_better
+        report_fn, report_rises = as_report_fn(report_fn, report_higher_is_better, rises, sample)
         used = [methods[m] for c in problem.choices for m in c.methods]
         for f in (eval_fn, report_fn): check_training(f, used)
         tick()
@@ -1327,17 +1345,13 @@ def search_plan(
     in_parts = has_parts(eval_fn)
     calls = _count_moves(evaluations, in_parts, used)
     about["settings"] = about["settings"] | {"recalibrated": recalibrate is not None}
-    by, rises = about["settings"]["by"], first.higher_is_better
     on_call = ticker(calls + len(starts) + len(problem.choices), verbose)
-    report_rises = rises if report_higher_is_better is None else report_higher_is_better
-    used = calibration_data, recalibrate
-    how = about_data(journal, eval_fn, *used, criteria=criteria, report_fn=report_fn)
-    how |= dict(plans=nested(about["settings"]), data=(*used, getattr(criteria, "refs", None) or ()))
+    how = _what_counts(journal, eval_fn, report_fn, criteria, (calibration_data, recalibrate), about["settings"])
     with limited(timeout), open_journal(journal, model, sample, first.metric_name, rises, **how) as book:
         meter = partial(Meter, model, applier, journal=book)
         report = report_fn and meter(report_fn, around, report_rises, "metric", name="report")
-        contest = Contest(meter(eval_fn, around, rises, by, on_call))
-        with so_far(partial(end_contest, contest, limits, None, None, about)):
+        contest = Contest(meter(eval_fn, around, rises, about["settings"]["by"], on_call, neighbours=alike))
+        with closing(contest), so_far(partial(end_contest, contest, limits, None, None, about)):
             levels = find_levels(contest, limits, starts, calls, about)
             contest.check_was_heard(sample, everything=False)
             return end_contest(contest, limits, levels, report, about, alone_share if in_parts else 1.)

@@ -11,13 +11,14 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from fastcore.basics import patch
 from torch import nn
 
+from ..core.progress import logger
 from ..core.checks import format_table, harmless, noting
 from ..core.protocol import methods, scale_of
 from ..core.saving import Saved, as_interval, check_entries
@@ -32,6 +33,7 @@ from ..measure.curvature import has_gradients, pieces_of
 from ..measure.data import as_eval_fn
 from ..measure.effects import check_heard, same_score
 from ..measure.loop import Compared, check_baseline, evaluate, untouched
+from ..measure.neighbours import Neighbours, as_it_comes
 
 # %% ../../nbs/plans/08_meter.ipynb #0fee392b
 @dataclass
@@ -350,6 +352,8 @@ class Meter:
         `Journal` in which scores are written down and looked up; None: nowhere
     name : str, default "search"
         of this meter in the journal
+    neighbours : Neighbours|None, default None
+        what measures plans that are near one plan; None: each is measured on its own
     """
     def __init__(self,
         model:nn.Module,          # that the plans are for
@@ -361,10 +365,11 @@ class Meter:
         on_call:Callable|None=None, # called after each evaluation, with the metric as text
         journal=None,             # `Journal` in which scores are written down and looked up; None: nowhere
         name:str="search",        # of this meter in the journal
+        neighbours:Neighbours|None=None, # what measures plans that are near one plan; None: each is measured on its own
     ):
         self.model, self.carry, self.eval_fn, self.around = model, carry, eval_fn, around
         self.higher_is_better, self.by, self.on_call = higher_is_better, by, on_call
-        self.journal, self.name = journal, name
+        self.journal, self.name, self.neighbours = journal, name, neighbours
         self.sign = -1 if higher_is_better else 1
         self.n = 0        # evaluations so far; of a tenth of the samples a tenth
         self.parts = {}   # share of the samples -> evaluation on those, and what it counts
@@ -439,6 +444,7 @@ def measure(self:Meter,
     plan,        # as `carry` takes it
     around=None, # context manager around this evaluation; None: the usual one
     share=1.,    # of the samples
+    way:Callable=as_it_comes, # how: (run, eval_fn) -> `Score`, where `run` takes the evaluation
 )->Score:
     """The same, whatever the journal says
 
@@ -450,14 +456,17 @@ def measure(self:Meter,
         context manager around this evaluation; None: the usual one
     share : default 1.
         of the samples
+    way : Callable, default as_it_comes
+        how: (run, eval_fn) -> `Score`, where `run` takes the evaluation
 
     Returns
     -------
     Score
     """
     eval_fn, _ = self.on(share)
+    def run(eval_fn): return evaluate(self.model, eval_fn, around or self.around)
     with noting(plan_at_work(plan)):
-        with self.carry(plan): score = evaluate(self.model, eval_fn, around or self.around)
+        with self.carry(plan): score = way(run, eval_fn)
         if share == 1 and self.untouched is not None: check_comparable(self.untouched, score)
     return score
 
@@ -572,10 +581,16 @@ def dense(self:Meter)->Score:
     forget_untouched(self.eval_fn)
     times = [untouched, None] if looks_twice(self.eval_fn, self.around) else [None]
     for around in times:
-        self.untouched = self.measure(Plan(), around)
+        self.untouched = self.measure(Plan(), around, way=self._first_way(around))
         self.count(1, f"{self.untouched.value:.4f}")
     check_again(self.journal, f"baseline of {self.name}", score_data(self.untouched))
     return self.untouched
+
+@patch
+def _first_way(self:Meter, around)->Callable:
+    "How the untouched model is evaluated: written down, if others are to be measured near it"
+    if around is not None or self.neighbours is None or count_workers() > 1: return as_it_comes
+    return self.neighbours.first
 
 @patch
 def baseline(self:Meter)->Score:
@@ -588,8 +603,9 @@ def baseline(self:Meter)->Score:
 def scores(self:Meter,
     plans:list, # each as `carry` takes it
     share=1.,   # of the samples
+    near=None,  # a plan that all of them differ from in few layers, if there is one
 )->list:        # of `Score`
-    """`score` of each, in several processes if there are
+    """`score` of each, in several processes if there are, or with what plans near one plan have in common computed once
 
     Parameters
     ----------
@@ -597,28 +613,40 @@ def scores(self:Meter,
         each as `carry` takes it
     share : default 1.
         of the samples
+    near : default None
+        a plan that all of them differ from in few layers, if there is one
 
     Returns
     -------
     list
         of `Score`
     """
-    if count_workers() < 2 or len(plans) < 2 or self.untouched is None:
-        return [self.score(plan, share=share) for plan in plans]
-    if self.crew is None: self.crew = self._find_crew()
     scores = [self.find(plan, share) for plan in plans]
     left = [place for place, score in enumerate(scores) if score is None]
-    for place, score in self.crew.do([(plans[i], share) for i in left]):
+    measured = self._together([plans[i] for i in left], share, near)
+    if measured is None: return [self.score(plan, share=share) for plan in plans]
+    for place, score in measured:
         scores[left[place]] = score
         if self.journal: self.journal.record(plan_key(self.name, plans[left[place]], share), score_data(score))
     for plan, score in zip(plans, scores, strict=True): self.note(plan, share, score)
     return scores
 
 @patch
+def _together(self:Meter, plans:list, share, near)->Iterator|None: # pairs: place, `Score`; None: one by one is best
+    "Plans that are measured side by side, or along one plan"
+    if self.untouched is None: return None
+    if count_workers() > 1 and len(plans) > 1:
+        if self.crew is None: self.crew = self._find_crew()
+        return self.crew.do([(plan, share) for plan in plans])
+    alike = self.neighbours
+    if alike is None or near is None or not alike.pays(near, plans, share): return None
+    return alike.scores(self.measure, near, plans, share)
+
+@patch
 def _find_crew(self:Meter)->Crew:
     "Workers with a copy of all this"
     own = copy.copy(self)
-    own.on_call, own.parts, own.journal = None, {}, None
+    own.on_call, own.parts, own.journal, own.neighbours = None, {}, None, None
     return Crew(Compared(partial(_score_one, own), partial(own.score, Plan()), self.untouched))
 
 def _score_one(meter:Meter, item:tuple)->Score:
@@ -630,8 +658,9 @@ def _score_one(meter:Meter, item:tuple)->Score:
 def damages(self:Meter,
     plans:list, # each as `carry` takes it
     share=1.,   # of the samples
+    near=None,  # as for `scores`
 )->list:        # of float
-    """`damage` of each, in several processes if there are
+    """`damage` of each, measured together
 
     Parameters
     ----------
@@ -639,13 +668,15 @@ def damages(self:Meter,
         each as `carry` takes it
     share : default 1.
         of the samples
+    near : default None
+        as for `scores`
 
     Returns
     -------
     list
         of float
     """
-    return [self.worth(score) for score in self.scores(plans, share)]
+    return [self.worth(score) for score in self.scores(plans, share, near)]
 
 # %% ../../nbs/plans/08_meter.ipynb #8d6df921
 @patch
@@ -694,6 +725,10 @@ class Contest:
         worths = {name: self.meter.worth(score) for name, score in self.scores.items()}
         best = min(worths, key=worths.get)
         return best, worths[best]
+    def close(self):
+        "Let the workers go, and say what was computed once"
+        if self.meter.crew: self.meter.crew.close()
+        if self.meter.neighbours: logger.info("plans near one plan: %s", self.meter.neighbours)
 
 # %% ../../nbs/plans/08_meter.ipynb #76561b6f
 @patch
@@ -782,7 +817,7 @@ def predict(self:Contest,
     """
     dense = self.dense.value
     there = dense if share == 1 else self.meter.score(Plan(), share=share).value
-    alone = [dense + score.value - there for score in self.meter.scores(plans, share)]
+    alone = [dense + score.value - there for score in self.meter.scores(plans, share, near=Plan())]
     return predicted_from(alone, dense, self.meter.sign)
 
 # %% ../../nbs/plans/08_meter.ipynb #edcfc904
@@ -847,7 +882,7 @@ def as_report_fn(
     higher_is_better, # its direction, as the user gave it, or None
     usual:bool,       # direction that is meant by None
     sample,           # one example input
-)->Callable|None:
+)->tuple:             # function, or None; whether higher is better
     """The function for the ranking. Raises ValueError for a direction without a function, and as `as_eval_fn` does
 
     Parameters
@@ -863,10 +898,11 @@ def as_report_fn(
 
     Returns
     -------
-    Callable|None
+    tuple
+        function, or None; whether higher is better
     """
-    if report_fn is not None:
-        rises = usual if higher_is_better is None else higher_is_better
-        return as_eval_fn(report_fn, "report_fn", sample, rises)
+    rises = usual if higher_is_better is None else higher_is_better
+    if report_fn is not None: return as_eval_fn(report_fn, "report_fn", sample, rises), rises
     if higher_is_better is not None:
         raise ValueError("report_higher_is_better is the direction of report_fn; give it, or leave that out")
+    return None, rises

@@ -73,6 +73,7 @@ class Track:
     def damages(self,
         plans:list, # of this budget
         share=1.,   # of the samples
+        near=None,  # a plan that all of them differ from in few entries, if there is one
     )->list:        # of float
         """The same of several plans
 
@@ -82,6 +83,8 @@ class Track:
             of this budget
         share : default 1.
             of the samples
+        near : default None
+            a plan that all of them differ from in few entries, if there is one
 
         Returns
         -------
@@ -160,7 +163,7 @@ def probe(
             trial[i] = entry
             trials.append(trial)
     if now is None: now = track.damage(plan, share)
-    damages = track.damages(trials, share)
+    damages = track.damages(trials, share, plan)
     rises, found = iter([damage - now for damage in damages]), []
     for entries in others: found.append([next(rises) for _ in entries])
     return found

@@ -10,7 +10,7 @@ __all__ = ['alone_share', 'path_factor', 'drop_order', 'Masker', 'Refitter', 'ed
 # %% ../../nbs/plans/09_search.ipynb #13cd2bb4
 import math
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +37,7 @@ from ..measure.data import about_data, as_eval_fn
 from ..measure.effects import check_effect
 from ..measure.loop import ticker
 from ..measure.norms import recalibrating
+from ..measure.neighbours import Neighbours
 from ..measure.curvature import Curvature, curvature, has_parts
 from .baselines import Budget, baselines, budget
 from .targets import inverse_sensitivity, least_total
@@ -378,7 +379,9 @@ class ShareTrack(Track):
         names = [u.name for u in self.b.units]
         return dict(zip(names, 100*(1 - kept), strict=True))
     def damage(self, plan, share=1.): return self.meter.damage(self.targets(plan), share)
-    def damages(self, plans, share=1.): return self.meter.damages([self.targets(plan) for plan in plans], share)
+    def damages(self, plans, share=1., near=None):
+        near = None if near is None else self.targets(near)
+        return self.meter.damages([self.targets(plan) for plan in plans], share, near)
     def look(self, runner): runner.seen = self.by_gradients(runner) if self.pieces else self.by_probes(runner)
     def propose(self, source, runner, step, chance):
         how = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}
@@ -660,12 +663,10 @@ def classic_plan(
     LayerTargets|None
         None if the layers that do not break the model are too few
     """
-    levels = np.clip(b.target, b.low, b.high)
-    damages = []
-    for unit, pct, low, high in zip(b.units, levels, b.low, b.high, strict=True):
-        has_choice = low < high   # else it stays at `low`
-        damage = meter.damage({unit.name: pct}, share) - now if has_choice else math.inf
-        damages.append(damage)
+    levels, has_choice = np.clip(b.target, b.low, b.high), b.low < b.high   # the others stay at `low`
+    alone = [{unit.name: pct} for unit, pct, chosen in zip(b.units, levels, has_choice, strict=True) if chosen]
+    damages = np.full(len(b.units), math.inf)
+    damages[has_choice] = np.array(meter.damages(alone, share, near={})) - now
     pcts = inverse_sensitivity(damages, b.weights, b.target, b.low, b.high)
     mean = np.average(pcts, weights=b.weights)
     reaches = math.isclose(mean, b.target, abs_tol=1e-6)
@@ -1035,9 +1036,8 @@ def _end(
 def search_targets(
     model:nn.Module,   # trained model; comes back bit for bit
     sample,            # example input: a tensor, a tuple, or a dict of keyword inputs
-    # model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a loss is best,
-    # inside `FineTuned` if the network will be trained on. Or a pair of those, (metric, objective): the search goes by
-    # the objective
+    # model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a loss is best, in
+    # `FineTuned` if the network will be trained on. Or a pair, (metric, objective): the search goes by the objective
     eval_fn:Callable,
     target_pct,        # mean over the weights of the layers, percent
     *, higher_is_better:bool=True, # direction of `eval_fn`
@@ -1046,8 +1046,7 @@ def search_targets(
     report_higher_is_better:bool|None=None, # direction of `report_fn`; None: that of `eval_fn`
     recalibrate=None,  # data: batch-norm statistics are estimated anew before each evaluation, see `reestimate_norms`
     plans=None,        # name -> targets: more plans to start from and to compare with
-    # most evaluations of all samples; of data, a part counts its share and a backward pass two. None: about 50 and three for
-    # each layer; for a function, where a look takes two for each layer, twelve looks and three evaluations beside each
+    # most evaluations of all samples; of data, a part counts its share and a backward pass two. None: see `split_calls`
     evaluations:int|None=None,
     criteria=large_final, # which weights go
     granularity:str="weight", # in which blocks they go
@@ -1062,12 +1061,13 @@ def search_targets(
     verbose:bool=True, # show a progress bar
     journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
     timeout=None,      # seconds that each evaluation may take, see `limited`; None: as long as it likes
+    reuse="auto",      # compute once what plans near one plan have in common: "auto" where it pays, True, False
+    reuse_memory=None, # bytes to keep results in; None: a quarter of what is free
 )->SearchResult:
     """The best plan of a given mean that is found by measurement
 
-    It starts from the baselines, the classic rule and a path of lower means, and lets proposals race: with data, on
-    growing parts of them, from gradients if there are any; with a function, in full, from layers measured alone. Raises
-    as `budget` and `bind` do, and ValueError for too few evaluations; `partial` of an error is what was measured.
+    Proposals race: with data, on growing parts, from gradients if there are any; with a function, in full, from layers
+    measured alone. Raises as `budget` and `bind` do, and ValueError for too few evaluations; an error has `partial`.
 
     Parameters
     ----------
@@ -1077,8 +1077,8 @@ def search_targets(
         example input: a tensor, a tuple, or a dict of keyword inputs
     eval_fn : Callable
         model -> number, 0-d tensor, or 1-D tensor of per-sample scores, on the data to search with; a
-        loss is best, inside `FineTuned` if the network will be trained on. Or a pair of those, (metric,
-        objective): the search goes by the objective
+        loss is best, in `FineTuned` if the network will be trained on. Or a pair, (metric, objective):
+        the search goes by the objective
     target_pct
         mean over the weights of the layers, percent
     higher_is_better : bool, default True
@@ -1095,8 +1095,7 @@ def search_targets(
         name -> targets: more plans to start from and to compare with
     evaluations : int|None, default None
         most evaluations of all samples; of data, a part counts its share and a backward pass two. None:
-        about 50 and three for each layer; for a function, where a look takes two for each layer, twelve
-        looks and three evaluations beside each
+        see `split_calls`
     criteria : default large_final
         which weights go
     granularity : str, default "weight"
@@ -1123,19 +1122,22 @@ def search_targets(
         path of a file that keeps each score, for the same call to go on from; None: nothing is kept
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
+    reuse : default "auto"
+        compute once what plans near one plan have in common: "auto" where it pays, True, False
+    reuse_memory : default None
+        bytes to keep results in; None: a quarter of what is free
 
     Returns
     -------
     SearchResult
     """
-    report_fn = as_report_fn(report_fn, report_higher_is_better, higher_is_better, sample)
+    report_fn, report_rises = as_report_fn(report_fn, report_higher_is_better, higher_is_better, sample)
     eval_fn = as_eval_fn(eval_fn, "eval_fn", sample, higher_is_better)
-    report_rises = higher_is_better if report_higher_is_better is None else report_higher_is_better
-    if layer_types is not None: layer_types = check_types(layer_types)
-    options = dict(layers=layers, layer_types=layer_types, locked=locked)
+    options = dict(layers=layers, layer_types=layer_types and check_types(layer_types), locked=locked)
     options |= dict(bounds=bounds, min_pct=min_pct, max_pct=max_pct)
     b = budget(check_model(model), target_pct, **options)
     check_sample(model, sample)
+    alike = Neighbours(model, reuse, reuse_memory)
     calibration = find_calibration(reconstruct, calibration_data, sample)
     ranks, used = as_criterion(criteria), [calibration_data, recalibrate, *([calibration.data] if calibration else ())]
     ranked = dict(granularity=granularity, criteria=ranks.name)
@@ -1150,10 +1152,10 @@ def search_targets(
         total, calls = split_calls(evaluations, len(b.units), len(starts) + 1, int(looks_twice(eval_fn, around)), share)
         meter = partial(Meter, model, masker_of(b.units, granularity, bound, model, calibration), journal=book)
         check_effect(model, sample)
-        contest = Contest(meter(eval_fn, around, higher_is_better, on_call=ticker(total, verbose)))
+        contest = Contest(meter(eval_fn, around, higher_is_better, on_call=ticker(total, verbose), neighbours=alike))
         settings = ranked | dict(recalibrated=recalibrate is not None) | noted(calibration)
         about = dict(budgets={_compression: b.target}, metric_name=metric_name, settings=settings, share=share)
-        with so_far(partial(_end, contest, about)):
+        with closing(contest), so_far(partial(_end, contest, about)):
             enter_starts(contest, b, starts, share)
             contest.enter("search", find_shares(contest, b, options, calls))
             contest.check_was_heard(sample, len(b.units) == len(all_units(model)[0]))

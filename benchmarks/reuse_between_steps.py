@@ -1,0 +1,81 @@
+"""Searches with and without `reuse`, in one process and in turns: the same plans and numbers, to the bit, in less time.
+
+    .venv/bin/python benchmarks/reuse_between_steps.py [--cells resnet18/zeros ...] [--rounds 1] [--evaluations 0] [--images 100] [--cache FOLDER]
+
+The objective is a function of the model, so it has no gradients: the search measures each layer a little milder and a little harsher, around one plan after another. Times are CPU times of the whole search. `bound` is the cost of an evaluation over
+the mean cost of what comes from a layer on, in multiply-adds: what reuse reaches if everything that is measured has one layer that differs.
+"""
+import argparse
+import warnings
+from functools import partial
+from statistics import median
+from time import process_time
+
+import pandas as pd
+import torch
+from reuse_in_search import costs_in_order
+from search import trained
+
+from fasterai_sens import SensitivityAnalyzer, search_plan, search_targets
+
+
+def function(task, images):
+    """Score and loss, as numbers: a search has no parts of the samples and no gradients."""
+    x, y = (t[:images] for t in task.measure)
+    @torch.no_grad()
+    def eval_fn(model):
+        out = model(x)
+        return task.score(out, y).float().mean().item(), task.loss(out, y).mean().item()
+    return eval_fn
+
+
+def zeros(task, images, evaluations):
+    """A search for 80 % zeros."""
+    return partial(search_targets, task.model, task.measure[0][:1], function(task, images), 80, evaluations=evaluations or None, verbose=False)
+
+
+def bits(task, images, evaluations):
+    """A search for plans of 4 bits in the mean."""
+    eval_fn, sample = function(task, images), task.measure[0][:1]
+    analyzer = SensitivityAnalyzer(task.model, sample, eval_fn)
+    sweep = analyzer.sweep("quantization", [8, 6, 4, 3, 2], verbose=False)
+    return partial(search_plan, task.model, sample, eval_fn, sweep, "15%", "bytes", evaluations=evaluations or None, verbose=False)
+
+
+cells = {"zeros": zeros, "bits": bits}
+
+
+def timed(run, **options):
+    """What a search found, and the CPU seconds that it took."""
+    started = process_time()
+    found = run(**options).as_dict()
+    return found, process_time() - started
+
+
+def main():
+    """A row for each search."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", nargs="+", default=["resnet18/zeros", "resnet18/bits", "transformer/zeros", "mobilenet/zeros"], help="network/what")
+    parser.add_argument("--rounds", type=int, default=1, help="of both ways")
+    parser.add_argument("--evaluations", type=int, default=0, help="for each search; 0: as many as it takes by itself")
+    parser.add_argument("--images", type=int, default=100, help="to search with")
+    parser.add_argument("--cache", help="folder in which trained networks are kept")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = []
+    for cell in args.cells:
+        network, what = cell.split("/")
+        task = trained(network, 0, args.cache)
+        costs = list(costs_in_order(task.model, task.measure[0][:2]).values())
+        behind = [sum(costs[i:]) for i in range(len(costs))]
+        run, ratios = cells[what](task, args.images, args.evaluations), []
+        for _ in range(args.rounds):
+            plain, seconds = timed(run, reuse=False)
+            found, faster = timed(run, reuse="auto")
+            assert str(found) == str(plain), f"REUSE CHANGED A NUMBER of {cell}"
+            ratios.append(seconds/faster)
+        rows.append({"search": cell, "evaluations": found["evaluations"], "plain, s": seconds, "reuse, s": faster, "ratio": median(ratios), "bound": len(costs)*sum(costs)/sum(behind)})
+        print(pd.DataFrame(rows).round(2).to_string(index=False), flush=True)
+
+
+if __name__ == "__main__": main()
