@@ -1,6 +1,6 @@
 """Searches with and without `reuse`, in one process and in turns: the same plans and numbers, to the bit, in less time.
 
-    .venv/bin/python benchmarks/reuse_between_steps.py [--cells resnet18/zeros ...] [--rounds 1] [--evaluations 0] [--images 100] [--cache FOLDER]
+    .venv/bin/python benchmarks/reuse_between_steps.py [--cells resnet18/zeros ...] [--rounds 1] [--evaluations 0] [--images 300] [--cache FOLDER]
 
 The objective is a function of the model, so it has no gradients: the search measures each layer a little milder and a little harsher, around one plan after another. Times are CPU times of the whole search. `bound` is the cost of an evaluation over
 the mean cost of what comes from a layer on, in multiply-adds: what reuse reaches if everything that is measured has one layer that differs.
@@ -58,7 +58,7 @@ def main():
     parser.add_argument("--cells", nargs="+", default=["resnet18/zeros", "resnet18/bits", "transformer/zeros", "mobilenet/zeros"], help="network/what")
     parser.add_argument("--rounds", type=int, default=1, help="of both ways")
     parser.add_argument("--evaluations", type=int, default=0, help="for each search; 0: as many as it takes by itself")
-    parser.add_argument("--images", type=int, default=100, help="to search with")
+    parser.add_argument("--images", type=int, default=300, help="most samples to search with: of the text 150, of the table 120")
     parser.add_argument("--cache", help="folder in which trained networks are kept")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

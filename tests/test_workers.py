@@ -16,6 +16,7 @@ from torch import nn
 from toys import lively, unchanged
 
 from fasterai_sens import Perturbation, SensitivityAnalyzer, Settle, analyze_degradation, large_final, leave_no_trace, search_targets
+from fasterai_sens.core import workers
 from fasterai_sens.core.layers import all_units
 from fasterai_sens.core.protocol import methods
 from fasterai_sens.core.workers import count_workers, spread
@@ -457,26 +458,60 @@ def test_candidates_by_workers():
     assert meter.n - before == pytest.approx(1.5) and len(seen) == 4
 
 
+def short_search():
+    """A search whose rounds ask the workers many times"""
+    return repr(search_targets(small_net(), x[:1], (x, y), 70, evaluations=60, verbose=False).as_dict())
+
+
+def test_workers_stay_for_a_search(monkeypatch):
+    """They are started once, and let go at the end, also after an error"""
+    opened, closed = [], []
+    class Noted(workers._Pool):
+        def __init__(self, n_jobs):
+            super().__init__(n_jobs)
+            opened.append(1)
+        def close(self):
+            super().close()
+            closed.append(1)
+    monkeypatch.setattr(workers, "_Pool", Noted)
+    here = short_search()
+    assert not opened
+    with joblib.parallel_config("threading", n_jobs=2):
+        assert short_search() == here and (len(opened), len(closed)) == (1, 1)
+        is_here = where()
+        def breaks(model):
+            if not is_here(): raise ZeroDivisionError
+            with torch.no_grad(): return model(x).square().mean(1)
+        with pytest.raises(ZeroDivisionError): search_targets(small_net(), x[:1], breaks, 70, evaluations=60, verbose=False)
+    assert len(opened) == len(closed) == 2
+
+
 @pytest.mark.slow
 def test_dask(tmp_path):
-    """Two worker processes of a Dask cluster, with two threads each"""
+    """Two worker processes of a Dask cluster, with two threads each: a sweep, and a search"""
     pytest.importorskip("distributed", reason="Dask is not installed")
     from dask.distributed import Client, LocalCluster
 
     with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster):
-        with joblib.parallel_config(backend="dask"): assert swept_by_workers(tmp_path) == one_sweep(n_jobs=1)
+        with joblib.parallel_config(backend="dask"):
+            assert swept_by_workers(tmp_path) == one_sweep(n_jobs=1)
+            there = short_search()
+    assert there == short_search()
 
 
 @pytest.mark.slow
 def test_ray(tmp_path):
-    """Two worker processes of a Ray cluster"""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: it starts its processes anew for each call, which takes minutes")
+    """Two worker processes of a Ray cluster: a sweep, and a search"""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
     from ray.util.joblib import register_ray
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])   # Ray's processes do not find this file
     try:
         register_ray()
-        with joblib.parallel_config(backend="ray", n_jobs=2): assert swept_by_workers(tmp_path) == one_sweep(n_jobs=1)
+        with joblib.parallel_config(backend="ray", n_jobs=2):
+            assert swept_by_workers(tmp_path) == one_sweep(n_jobs=1)
+            there = short_search()
+        assert there == short_search()
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         ray.shutdown()
