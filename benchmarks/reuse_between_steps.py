@@ -2,10 +2,13 @@
 
     .venv/bin/python benchmarks/reuse_between_steps.py [--cells resnet18/zeros ...] [--rounds 1] [--evaluations 0] [--images 300] [--cache FOLDER]
 
-The objective is a function of the model, so it has no gradients: the search measures each layer a little milder and a little harsher, around one plan after another. Times are CPU times of the whole search. `bound` is the cost of an evaluation over
-the mean cost of what comes from a layer on, in multiply-adds: what reuse reaches if everything that is measured has one layer that differs.
+The objective is a function of the model, so it has no gradients: the search measures each layer a little milder and a little harsher, around one plan after another. Times are CPU times of the whole search, with all that is no evaluation.
+`reused` is the share of the evaluations that had something in common with a plan that was written down. `bound` is the cost of an evaluation over the mean cost of what comes from a layer on, in multiply-adds: what would be reached if every
+evaluation were one of a plan that differs in one layer.
 """
 import argparse
+import logging
+import re
 import warnings
 from functools import partial
 from statistics import median
@@ -34,6 +37,13 @@ def zeros(task, images, evaluations):
     return partial(search_targets, task.model, task.measure[0][:1], function(task, images), 80, evaluations=evaluations or None, verbose=False)
 
 
+def channels(task, images, evaluations):
+    """A search for channels, at half of the multiply-accumulates."""
+    eval_fn, sample = function(task, images), task.measure[0][:1]
+    sweep = SensitivityAnalyzer(task.model, sample, eval_fn).sweep("pruning", [25, 50, 75], verbose=False)
+    return partial(search_plan, task.model, sample, eval_fn, sweep, "50%", "flops", evaluations=evaluations or None, verbose=False)
+
+
 def bits(task, images, evaluations):
     """A search for plans of 4 bits in the mean."""
     eval_fn, sample = function(task, images), task.measure[0][:1]
@@ -42,7 +52,16 @@ def bits(task, images, evaluations):
     return partial(search_plan, task.model, sample, eval_fn, sweep, "15%", "bytes", evaluations=evaluations or None, verbose=False)
 
 
-cells = {"zeros": zeros, "bits": bits}
+cells = {"zeros": zeros, "bits": bits, "channels": channels}
+
+
+class Report(logging.Handler):
+    """Keeps the last that a search says of plans near one plan."""
+    said = ""
+
+    def emit(self, record):
+        """A message of the package."""
+        if "near one plan" in record.getMessage(): self.said = record.getMessage()
 
 
 def timed(run, **options):
@@ -55,14 +74,16 @@ def timed(run, **options):
 def main():
     """A row for each search."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", nargs="+", default=["resnet18/zeros", "resnet18/bits", "transformer/zeros", "mobilenet/zeros"], help="network/what")
+    parser.add_argument("--cells", nargs="+", default=["resnet18/zeros", "resnet18/bits", "resnet18/channels", "transformer/zeros", "mobilenet/zeros"], help="network/what")
     parser.add_argument("--rounds", type=int, default=1, help="of both ways")
     parser.add_argument("--evaluations", type=int, default=0, help="for each search; 0: as many as it takes by itself")
     parser.add_argument("--images", type=int, default=300, help="most samples to search with: of the text 150, of the table 120")
     parser.add_argument("--cache", help="folder in which trained networks are kept")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = []
+    report, rows = Report(), []
+    logging.getLogger("fasterai_sens").addHandler(report)
+    logging.getLogger("fasterai_sens").setLevel(logging.INFO)
     for cell in args.cells:
         network, what = cell.split("/")
         task = trained(network, 0, args.cache)
@@ -74,7 +95,9 @@ def main():
             found, faster = timed(run, reuse="auto")
             assert str(found) == str(plain), f"REUSE CHANGED A NUMBER of {cell}"
             ratios.append(seconds/faster)
-        rows.append({"search": cell, "evaluations": found["evaluations"], "plain, s": seconds, "reuse, s": faster, "ratio": median(ratios), "bound": len(costs)*sum(costs)/sum(behind)})
+        reused = re.search(r"(\d+) of", report.said)
+        share = int(reused[1])/found["evaluations"] if reused else 0.
+        rows.append({"search": cell, "evaluations": found["evaluations"], "reused": share, "plain, s": seconds, "reuse, s": faster, "ratio": median(ratios), "bound": len(costs)*sum(costs)/sum(behind)})
         print(pd.DataFrame(rows).round(2).to_string(index=False), flush=True)
 
 

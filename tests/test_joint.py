@@ -50,7 +50,7 @@ def test_what_it_promises(small, which, budget, tmp_path):
     def counted(m):
         calls.append(1)
         return eval_fn(m)
-    r = search_plan(model, images[:1], counted, [sweeps[i] for i in which], budget, combine=every if len(which) > 1 else (), verbose=False)
+    r = search_plan(model, images[:1], counted, [sweeps[i] for i in which], budget, combine=every if len(which) > 1 else (), verbose=False, reuse=False)
     assert changes(before, fingerprint(model)) == [] and r.evaluations == len(calls)
     assert r.ranking[0]["plan"] == r.plan_name and r.plan == r.plans[r.plan_name]
     assert all(row[n] <= b*(1 + 1e-9) for row in r.ranking for n, b in r.budgets.items())

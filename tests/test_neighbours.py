@@ -1,5 +1,6 @@
 """Searches that compute once what plans near one plan have in common: the same numbers to the bit whatever is searched for, proof that less was computed, and nothing spent where it does not pay."""
 import logging
+import re
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ def residual_net():
             return x + self.norm(self.b(F.relu(self.a(x))))
 
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), Block(), Block(), nn.Flatten(), nn.Linear(288, 5))
+    reestimate_norms(net, x)
+    return net.eval()
+
+
+def chain_net():
+    """Convolutions one after the other, each with batch norm, none coupled to another"""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 8), (8, 12), (12, 12), (12, 16), (16, 8))]
+    net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
     reestimate_norms(net, x)
     return net.eval()
 
@@ -97,17 +107,20 @@ def test_metrics_of_several_calls(caplog):
     assert "evaluations reused results" in both(caplog, run)[1]
 
 
-@pytest.mark.parametrize("method, levels, budget", [
+@pytest.mark.parametrize("make", [residual_net, chain_net])
+@pytest.mark.parametrize(("method", "levels", "budget"), [
     ("quantization", [8, 4, 3], "18%"), ("sparsity", [30, 60, 90], "60%"), ("pruning", [25, 50], "70%"), ("low_rank", [30, 60], "80%"),
 ])
-def test_plans_of_each_method(method, levels, budget, caplog):
-    """Searches for plans of a budget: in-place changes are reused around; what reshapes layers at least does no harm."""
-    net = residual_net()
+def test_plans_of_each_method(make, method, levels, budget, caplog):
+    """Searches for plans of a budget, also where compressed layers are other tensors for each plan: what is the same in them is known."""
+    net = make()
     cost = "bytes" if method == "quantization" else "params"
     sweep = SensitivityAnalyzer(net, x[:1], scored).sweep(method, levels, verbose=False)
     before = fingerprint(net)
     def run(reuse): return search_plan(net, x[:1], scored, sweep, budget, cost, evaluations=60, verbose=False, reuse=reuse)
-    both(caplog, run)
+    _, said = both(caplog, run)
+    n_reused, n = re.search(r"(\d+) of (\d+) evaluations reused results", said).groups()
+    if make is chain_net or method != "pruning": assert int(n_reused) > int(n)/2   # the residual stream is one group, and begins at the first layer
     assert not changes(before, fingerprint(net))
 
 
@@ -132,7 +145,7 @@ def test_less_is_computed():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is op and args[0].shape[1] == 3: calls.append(1)
             return func(*args, **(kwargs or {}))
-    middle = {name: 40. for name in meter.neighbours.tensors}
+    middle = {name: 40. for name in meter.neighbours.homes}
     near = [middle | {name: pct} for name in middle for pct in (30., 55.)]
     alone = [meter.measure(plan).value for plan in near]
     with Watch(): found = [score.value for score in meter.scores(near, near=middle)]
@@ -176,6 +189,36 @@ def test_evaluations_that_lie_are_found_out(caplog):
     found = search_targets(net, x[:1], drifting, 60, evaluations=90, verbose=False, reuse=True)
     assert "computed again each time" in caplog.text and found.evaluations <= 90
     n.clear()
+
+
+def write(net):
+    """Past PyTorch's count of changes"""
+    net[0].weight.data[0] += 1
+
+
+def put_another(net):
+    """A parameter in the place of one"""
+    net[0].weight = nn.Parameter(net[0].weight.detach() + 1)
+
+
+def interrupt(_):
+    """What Ctrl-C does"""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [write, put_another, interrupt])
+@pytest.mark.parametrize("at", [1, 2, 9, 25, 40, 60])
+def test_misdeeds_among_neighbours(kind, at):
+    """An evaluation that changes the model or breaks off, at whichever call: an error, and the model as it was."""
+    net, n = residual_net(), []
+    def eval_fn(model):
+        n.append(1)
+        if len(n) == at: kind(model)
+        return scored(model)
+    before = fingerprint(net)
+    with pytest.raises((ValueError, KeyboardInterrupt)): search_targets(net, x[:1], eval_fn, 60, evaluations=90, verbose=False, reuse=True)
+    assert not changes(before, fingerprint(net)) and len(n) >= at
+    assert not [m for m in net.modules() if m._forward_hooks or m._forward_pre_hooks]
 
 
 def test_shuffling_is_reported():

@@ -89,10 +89,10 @@ def test_path_leads_off_a_plateau():
 
 @pytest.mark.parametrize("evaluations", [22, 27, 40, 60, 200])
 def test_evaluations_are_counted(evaluations):
-    """Every call of `eval_fn` is in the number, and there are no more than allowed, with a path and without."""
+    """Every call of `eval_fn` is in the number, and there are no more than allowed, with a path and without. What `reuse` writes down and compares is beside that."""
     net, eval_fn = net_and_eval()
     calls = []
-    r = search(net, lambda m: calls.append(1) or eval_fn(m), 85, evaluations=evaluations)
+    r = search(net, lambda m: calls.append(1) or eval_fn(m), 85, evaluations=evaluations, reuse=False)
     assert len(calls) == r.evaluations <= evaluations
 
 
@@ -372,7 +372,7 @@ def test_an_evaluation_that_was_used_before(recalibrate):
             return super().__call__(model)
     for metric in (used.metric, lambda p, t: float((p.argmax(1) == t).float().mean())):
         calls.clear()
-        r = search_targets(net, x[:1], Counted(used.run, metric, used.objective), 80, evaluations=60, recalibrate=recalibrate, verbose=False)
+        r = search_targets(net, x[:1], Counted(used.run, metric, used.objective), 80, evaluations=60, recalibrate=recalibrate, verbose=False, reuse=False)
         assert r.evaluations == len(calls) <= 60
 
 

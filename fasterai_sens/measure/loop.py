@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['stop_modes', 'checksum', 'checksums', 'is_converted', 'look_at', 'WeightWatch', 'call_eval', 'untouched', 'Written',
-           'refuse_writing', 'evaluate', 'nth_call', 'Unsteady', 'Workbench', 'briefly', 'workbench', 'never',
+           'Again', 'refuse_writing', 'evaluate', 'nth_call', 'Unsteady', 'Workbench', 'briefly', 'workbench', 'never',
            'stop_rule', 'rows_of', 'check_training', 'check_baseline', 'progress', 'ticker', 'mildest_first',
            'list_steps', 'Distrusted', 'AsItComes', 'persist', 'write_score', 'known_scores', 'among_known',
            'recorded_baseline', 'at_work', 'Measurement', 'warn_if_other', 'score_text', 'Compared', 'evaluate_steps',
@@ -292,6 +292,9 @@ def untouched(
 class Written(ValueError):
     "An evaluation has changed the weights, so others may be wrong as well"
 
+class Again(BaseException):
+    "What ends an evaluation that has to be made again"
+
 def refuse_writing(
     names:list, # of parameters that an evaluation has changed
 ):
@@ -339,7 +342,10 @@ def evaluate(
         model.eval()
         forget_casts()   # of the weights as they were before the perturbation
         watch = _watch(model)
-        score = call_eval(eval_fn, model)
+        try: score = call_eval(eval_fn, model)
+        except Again:
+            refuse_writing(watch.changed())   # the next attempt would take that for the model
+            raise
         refuse_writing(watch.changed())
     return score
 

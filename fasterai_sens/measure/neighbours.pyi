@@ -5,16 +5,23 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fasterai_sens.measure.reuse import Reuse
+from fasterai_sens.measure.reuse import Tensors
 from torch import nn
 from typing import Any
+from typing import ClassVar
 
 def differing(one: Mapping, other: Mapping) -> set: ...
 
-class Weights:
+class Weights(Tensors):
     model: nn.Module
+    there: Any
     copies: Any
-    def __init__(self, model: nn.Module, names) -> None: ...
-    def changed(self, names=None) -> list: ...
+    numbers: Any
+    def __init__(self, model: nn.Module) -> None: ...
+    def look(self, model: nn.Module) -> None: ...
+    def of_unit(self, unit) -> set: ...
+    def differing(self, wanted: set) -> set: ...
 
 def as_it_comes(run: Callable, eval_fn: Callable) -> Any: ...
 
@@ -22,20 +29,23 @@ def as_it_comes(run: Callable, eval_fn: Callable) -> Any: ...
 class Neighbour:
     place: int
     names: set
-    tensors: list
-    layers: tuple = ...
+    homes: tuple | None
     @property
     def name(self) -> Any: ...
+
+class ReuseNear(Reuse):
+    tensors_of: ClassVar[Any]
+    def changed(self, unit, _=None) -> set: ...
 
 class Neighbours:
     model: nn.Module
     reuse: Any
-    tensors: Any
+    homes: Any
     why: Any
     middle: Any
-    weights: Any
     before: Any
     looking: Any
+    seconds: Any
     verified_on: Any
     seen: Any
     def __init__(self, model: nn.Module, mode='auto', memory=None) -> None: ...
@@ -43,3 +53,4 @@ class Neighbours:
     def pays(self, near: Mapping, plans: list, share: float) -> bool: ...
     def scores(self, measure: Callable, near: Mapping, plans: list, share: float) -> Iterator: ...
     def __repr__(self) -> str: ...
+seconds_worth_it: float

@@ -351,6 +351,7 @@ class Reuse:
     memory : default None
         bytes to keep results in; None: a quarter of what is free when the analysis starts
     """
+    tensors_of = Tensors   # what knows which numbers are others
     def __init__(self,
         mode="auto", # "auto": where it pays; True: wherever it is exact; False: never
         memory=None, # bytes to keep results in; None: a quarter of what is free when the analysis starts
@@ -414,7 +415,7 @@ def start(self:Reuse,
     if not self.mode: return self.off("reuse=False")
     if len(steps) < 3: return self.off("there are fewer than three evaluations")
     if why := why_plain(model): return self.off(why)
-    self.tensors = Tensors(model)
+    self.tensors = self.tensors_of(model)
     device = next(model.parameters()).device
     memory = free_bytes(device)//4 if self.memory is None else self.memory
     self.store = Store(memory//self.n_sharing)
@@ -547,10 +548,32 @@ def order(self:Reuse)->list: # of (perturbation, unit)
 
 # %% ../../nbs/measure/11_reuse.ipynb #c8d8a82b
 @patch
-def _skip(self:Reuse, eval_fn:Callable, unit, written, listener:Listener, model:nn.Module):
-    "An evaluation of which parts are skipped"
+def changed(self:Reuse,
+    unit,             # what is compressed
+    written:Callable|None, # returns the names of all parameters that changed; None: those of the unit
+)->set:               # of numbers
+    """Storages that may hold other numbers than when the calls were written down
+
+    Parameters
+    ----------
+    unit
+        what is compressed
+    written : Callable|None
+        returns the names of all parameters that changed; None: those of the unit
+
+    Returns
+    -------
+    set
+        of numbers
+    """
     numbers = self.known[unit.name] | self.tensors.replaced()
     if written is not None: numbers |= self.tensors.written(written())
+    return numbers
+
+@patch
+def _skip(self:Reuse, eval_fn:Callable, unit, written, listener:Listener, model:nn.Module):
+    "An evaluation of which parts are skipped"
+    numbers = self.changed(unit, written)
     keep = self.verified_on is not None
     follower = Skipper(self.store, self.tensors.numbers, partial(self._plan, unit, numbers, keep), poison=not keep)
     listener.follower = follower

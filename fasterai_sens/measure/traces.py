@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _python_dispatch
 
 from ..core.inputs import tensors_in
+from .loop import Again
 
 # %% ../../nbs/measure/10_traces.ipynb #0fe5f96d
 _undocumented = (
@@ -513,7 +514,7 @@ class Window:
     ):
         self.call, self.n = call, 0
         self.numbers, self.fresh, self.held = dict(own), {}, []
-        self.next_number = len(own)
+        self.next_number = 1 + max(own.values(), default=-1)   # several addresses may have one number
 
 @patch
 def enter(self:Window,
@@ -1003,7 +1004,7 @@ def _same_inputs(inputs:list, before:list)->bool:
     return len(inputs) == len(before) and all(copy.is_like(t) for copy, t in zip(before, inputs, strict=True))
 
 # %% ../../nbs/measure/10_traces.ipynb #0acc705a
-class Astray(BaseException):
+class Astray(Again):
     "A call went another way than its trace, after something was skipped: it has to be made again"
 
 class Route(NamedTuple):

@@ -2,6 +2,7 @@
 # mypy: ignore-errors
 
 from collections.abc import Callable
+from fasterai_sens.measure.loop import Again
 from torch import Tensor
 from torch.utils import _python_dispatch
 from typing import Any
@@ -142,7 +143,7 @@ class Recorder(Follower):
     def is_delicate(self, error: Exception) -> bool: ...
     def step(self, func, args: tuple, kwargs: dict) -> Any: ...
 
-class Astray(BaseException): ...
+class Astray(Again): ...
 
 class Route(NamedTuple):
     trace: Trace
