@@ -84,7 +84,7 @@ def both(caplog, run):
 
 
 @pytest.mark.parametrize(("make", "options"), [
-    (residual_net, {}), (residual_net, {"granularity": "filter"}), (residual_net, {"recalibrate": x}), (residual_net, {"reconstruct": x}),
+    (residual_net, {}), (residual_net, {"granularity": "filter"}), (residual_net, {"recalibrate": x}), pytest.param(residual_net, {"reconstruct": x}, marks=pytest.mark.slow),
     (residual_net, {"layers": ["0", "3.b", "6"]}), (text_net, {}), (text_net, {"reconstruct": x}),
 ])
 def test_zeros(make, options, caplog):
@@ -107,7 +107,7 @@ def test_metrics_of_several_calls(caplog):
     assert "evaluations reused results" in both(caplog, run)[1]
 
 
-@pytest.mark.parametrize("make", [residual_net, chain_net])
+@pytest.mark.parametrize("make", [pytest.param(residual_net, marks=pytest.mark.slow), chain_net])
 @pytest.mark.parametrize(("method", "levels", "budget"), [
     ("quantization", [8, 4, 3], "18%"), ("sparsity", [30, 60, 90], "60%"), ("pruning", [25, 50], "70%"), ("low_rank", [30, 60], "80%"),
 ])

@@ -242,7 +242,8 @@ def first(self:Neighbours,
     """
     each = [Neighbour(i, {name}, homes) for i, (name, homes) in enumerate(self.homes.items())]
     if self.why: return run(eval_fn)
-    score, reuse = self._record({}, 1., each, run, eval_fn), self.reuse
+    twice = [*each, *each]   # at least: for the classic rule, or in a look, and for the prediction
+    score, reuse = self._record({}, 1., twice, run, eval_fn), self.reuse
     if not reuse.on: return score
     for neighbour in each:
         ends = [reuse.until(reuse.known[neighbour.name], call) for call in range(len(reuse.traces))]
