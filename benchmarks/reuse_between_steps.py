@@ -89,15 +89,16 @@ def main():
         task = trained(network, 0, args.cache)
         costs = list(costs_in_order(task.model, task.measure[0][:2]).values())
         behind = [sum(costs[i:]) for i in range(len(costs))]
-        run, ratios = cells[what](task, args.images, args.evaluations), []
+        run, plains, reuses = cells[what](task, args.images, args.evaluations), [], []
         for _ in range(args.rounds):
             plain, seconds = timed(run, reuse=False)
             found, faster = timed(run, reuse="auto")
             assert str(found) == str(plain), f"REUSE CHANGED A NUMBER of {cell}"
-            ratios.append(seconds/faster)
+            plains.append(seconds)
+            reuses.append(faster)
         reused = re.search(r"(\d+) of", report.said)
         share = int(reused[1])/found["evaluations"] if reused else 0.
-        rows.append({"search": cell, "evaluations": found["evaluations"], "reused": share, "plain, s": seconds, "reuse, s": faster, "ratio": median(ratios), "bound": len(costs)*sum(costs)/sum(behind)})
+        rows.append({"search": cell, "evaluations": found["evaluations"], "reused": share, "plain, s": median(plains), "reuse, s": median(reuses), "ratio": median(plains)/median(reuses), "bound": len(costs)*sum(costs)/sum(behind)})
         print(pd.DataFrame(rows).round(2).to_string(index=False), flush=True)
 
 

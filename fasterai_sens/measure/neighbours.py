@@ -15,9 +15,8 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..core.layers import all_units
-from ..core.progress import logger
 from .loop import Distrusted
-from .reuse import Reuse, Tensors, microseconds_per_step
+from .reuse import Reuse, Tensors
 from .traces import Copy, is_plain
 
 # %% ../../nbs/measure/16_neighbours.ipynb #03ce765d
@@ -56,7 +55,7 @@ def _named(model:nn.Module)->dict: # name -> tensor
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 class Weights(Tensors):
-    """The same, by name and with the numbers that they hold
+    """Parameters and buffers by name, with copies of their values
 
     Parameters
     ----------
@@ -66,18 +65,18 @@ class Weights(Tensors):
     def __init__(self, model:nn.Module):
         super().__init__(model)
         self.model, self.there = model, self.numbers
+        numbers = {name: self.number(t) for name, t in _named(model).items()}
+        self.by_name = {name: number for name, number in numbers.items() if number is not None}
     def look(self, model:nn.Module):
-        """Keep all numbers
+        """Keep all values
 
         Parameters
         ----------
         model : nn.Module
             the same
         """
-        self.copies = {}
-        for name, t in _named(model).items():
-            number = self.number(t)
-            if number is not None: self.copies[name] = number, Copy(t)
+        now = _named(model)
+        self.copies = {name: Copy(now[name]) for name in self.by_name}
     def of_unit(self,
         unit,     # has `homes`: where the modules are that it changes; None: anywhere
     )->set:       # of numbers
@@ -94,27 +93,27 @@ class Weights(Tensors):
             of numbers
         """
         homes = "" if unit.homes is None else unit.homes
-        return {number for name, (number, _) in self.copies.items() if name.startswith(homes)}
-    def differing(self,
-        wanted:set, # of numbers
-    )->set:         # of numbers
-        """Those of which a number is another one; what is elsewhere and the same is known by its place from now on
+        return {number for name, number in self.by_name.items() if name.startswith(homes)}
+    def changed_among(self,
+        wanted:set, # of numbers of storages
+    )->set:         # of those
+        """Those whose values are not what they were; what is elsewhere and the same is known by its place from now on
 
         Parameters
         ----------
         wanted : set
-            of numbers
+            of numbers of storages
 
         Returns
         -------
         set
-            of numbers
+            of those
         """
         now, found, moved = _named(self.model), set(), {}
-        for name, (number, copy) in self.copies.items():
+        for name, number in self.by_name.items():
             if number not in wanted: continue
             t = now.get(name)
-            if t is None or not is_plain(type(t)) or not copy.is_like(t): found.add(number)
+            if t is None or not is_plain(type(t)) or not self.copies[name].is_like(t): found.add(number)
             else: moved[t.untyped_storage()._cdata] = number
         self.numbers = self.there | moved
         return found
@@ -156,7 +155,7 @@ class Neighbour:
     names:set         # of the layers that differ
     homes:tuple|None  # how names of parameters begin that may be others; None: any
     @property
-    def name(self): return f"{self.place} ({', '.join(sorted(self.names))})"
+    def name(self): return f"{', '.join(sorted(self.names))} of plan {self.place}"
 
 class ReuseNear(Reuse):
     """What is computed only once around a plan
@@ -169,15 +168,18 @@ class ReuseNear(Reuse):
         bytes to keep results in; None: a quarter of what is free when the analysis starts
     """
     tensors_of = Weights
-    def changed(self, unit, _=None)->set:
+    def changed(self,
+        unit,    # a `Neighbour`
+        written=None, # not used: values are compared
+    )->set:      # of numbers
         """What is other than in the middle, as far as it is read before the layers that differ
 
         Parameters
         ----------
         unit
-            what is compressed
-        _ : default None
-            returns the names of all parameters that changed; None: those of the unit
+            a `Neighbour`
+        written : default None
+            not used: values are compared
 
         Returns
         -------
@@ -188,7 +190,7 @@ class ReuseNear(Reuse):
         for call, trace in enumerate(self.traces):
             until = self.until(known, call)
             before.update(number for number, step in trace.touched.items() if step < until)
-        return known | self.tensors.differing(before)
+        return known | self.tensors.changed_among(before)
 
 class Neighbours:
     """Measures plans near one plan, and computes once what they have in common with it
@@ -210,11 +212,11 @@ class Neighbours:
         self.model, self.reuse = model, ReuseNear(mode, memory)
         self.homes = {unit.name: _homes(model, unit) for unit in all_units(model)[0]}
         self.why = None if mode else "reuse=False" # why nothing is reused from here on
-        self.middle = None         # what is written down: a plan and a share of the samples
         self.before = {}           # name of a layer -> share of an evaluation that comes before it
         self.looking = math.inf    # share of an evaluation that skipping takes
         self.seconds = 0.          # of an evaluation
-        self.verified_on, self.seen = None, []       # for the report
+        self.verified_on = None    # what was compared with a plain evaluation; None: nothing yet
+        self.seen = []             # how it went each time, for the report
 
 def _homes(model:nn.Module, unit)->tuple: # of text
     "How the names of a unit's parameters begin, whatever becomes of its modules"
@@ -242,43 +244,37 @@ def first(self:Neighbours,
     """
     each = [Neighbour(i, {name}, homes) for i, (name, homes) in enumerate(self.homes.items())]
     if self.why: return run(eval_fn)
-    twice = [*each, *each]   # at least: for the classic rule, or in a look, and for the prediction
-    score, reuse = self._record({}, 1., twice, run, eval_fn), self.reuse
-    if not reuse.on: return score
-    for neighbour in each:
-        ends = [reuse.until(reuse.known[neighbour.name], call) for call in range(len(reuse.traces))]
-        seconds = sum(spent[end] for spent, end in zip(reuse.spent, ends, strict=True))
-        self.before[min(neighbour.names)] = seconds/reuse.seconds
-    n_steps = sum(len(trace.steps) for trace in reuse.traces)
-    self.looking = n_steps*microseconds_per_step/1e6/reuse.seconds
-    self.seconds = reuse.seconds
+    reuse, twice = self.reuse, [*each, *each]   # a look measures each layer at least so often
+    score = self._record(twice, run, eval_fn)
+    if reuse.on:
+        self.before = {min(neighbour.names): reuse.saved[neighbour.name]/reuse.seconds for neighbour in each}
+        self.looking, self.seconds = reuse.looking/reuse.seconds, reuse.seconds
+    else: self.why = reuse.why
+    reuse.forget()
     return score
 
 @patch
-def _record(self:Neighbours, middle:Mapping, share:float, coming:list, run:Callable, eval_fn:Callable):
+def _record(self:Neighbours, coming:list, run:Callable, eval_fn:Callable):
     "Evaluate the plan in the middle, and write that down"
     reuse = self.reuse
     reuse.start(self.model, [(None, neighbour) for neighbour in coming])
     reuse.verified_on = self.verified_on
-    score = reuse.baseline(run, eval_fn)
-    if not reuse.on: self.why = reuse.why
-    else: self.middle = middle, share
-    return score
+    return reuse.baseline(run, eval_fn)
 
 # %% ../../nbs/measure/16_neighbours.ipynb #37a805eb
 seconds_worth_it = .1   # that plans have to save together
 
 @patch
 def pays(self:Neighbours,
-    near:Mapping, # the plan in the middle
-    plans:list,   # that differ from it in few layers
-    share:float,  # of the samples
+    middle:Mapping, # the plan in the middle
+    plans:list,     # that differ from it in few layers
+    share:float,    # of the samples
 )->bool:
     """Whether these plans take less time together
 
     Parameters
     ----------
-    near : Mapping
+    middle : Mapping
         the plan in the middle
     plans : list
         that differ from it in few layers
@@ -291,9 +287,8 @@ def pays(self:Neighbours,
     """
     if self.why or len(plans) < 3: return False
     if self.reuse.mode is True: return True
-    skipped = sum(self._comes_before(differing(near, plan)) for plan in plans)
-    plain = (not self._is_noted(near, share)) + (self.verified_on is None)
-    saved = skipped - plain - len(plans)*self.looking
+    skipped = sum(self._comes_before(differing(middle, plan)) for plan in plans)
+    saved = skipped - 1 - (self.verified_on is None) - len(plans)*self.looking
     return saved*share*self.seconds > seconds_worth_it
 
 @patch
@@ -301,16 +296,11 @@ def _comes_before(self:Neighbours, names:set)->float:
     "The share of an evaluation before the first of some layers"
     return min((self.before.get(name, 0.) for name in names), default=1.)
 
-@patch
-def _is_noted(self:Neighbours, near:Mapping, share:float)->bool:
-    "Whether this plan is written down, on as many samples"
-    return self.middle is not None and self.middle[1] == share and not differing(near, self.middle[0])
-
 # %% ../../nbs/measure/16_neighbours.ipynb #6687d25d
 @patch
 def scores(self:Neighbours,
     measure:Callable, # (plan, share, way) -> `Score`
-    near:Mapping,     # the plan in the middle
+    middle:Mapping,     # the plan in the middle
     plans:list,       # that differ from it in few layers
     share:float,      # of the samples
 )->Iterator:          # of pairs: place in `plans`, `Score`
@@ -320,7 +310,7 @@ def scores(self:Neighbours,
     ----------
     measure : Callable
         (plan, share, way) -> `Score`
-    near : Mapping
+    middle : Mapping
         the plan in the middle
     plans : list
         that differ from it in few layers
@@ -333,26 +323,25 @@ def scores(self:Neighbours,
         of pairs: place in `plans`, `Score`
     """
     left = dict(enumerate(plans))
-    self._get_ready(measure, near, plans, share)
+    self._get_ready(measure, middle, plans, share)
     try:
         for _, neighbour in self.reuse.order():
             way = partial(self.reuse.score, unit=neighbour)
             score = measure(left[neighbour.place], share=share, way=way)
             del left[neighbour.place]
             yield neighbour.place, score
-    except Distrusted: logger.info("what plans have in common is computed again each time: %s", self.reuse.why)
+    except Distrusted: pass   # the log has the reason
     finally: self._close()
     for place, plan in left.items(): yield place, measure(plan, share=share)
 
 @patch
-def _get_ready(self:Neighbours, measure:Callable, near:Mapping, plans:list, share:float):
-    "Write the plan in the middle down, unless it is"
+def _get_ready(self:Neighbours, measure:Callable, middle:Mapping, plans:list, share:float):
+    "Write the plan in the middle down"
     coming = []
     for place, plan in enumerate(plans):
-        names = differing(near, plan)
+        names = differing(middle, plan)
         coming.append(Neighbour(place, names, self._homes_of(names)))
-    if self._is_noted(near, share): self.reuse.expect([(None, neighbour) for neighbour in coming])
-    else: measure(near, share=share, way=partial(self._record, near, share, coming))
+    measure(middle, share=share, way=partial(self._record, coming))
 
 @patch
 def _homes_of(self:Neighbours, names:set)->tuple|None:
@@ -365,10 +354,9 @@ def _close(self:Neighbours):
     "Let go of all that is written down, and note how it went"
     reuse = self.reuse
     self.seen.append(reuse.counts())
-    if not reuse.on: self.why = reuse.why
+    if not reuse.on and (reuse.n_evaluations or reuse.mode == "auto"): self.why = reuse.why
     self.verified_on = reuse.verified_on
     reuse.forget()
-    self.middle = None
 
 @patch
 def __repr__(self:Neighbours)->str:
@@ -376,4 +364,5 @@ def __repr__(self:Neighbours)->str:
     if not self.seen: return f"nothing reused: {self.why or 'no plans were measured near another one'}"
     total = Reuse()
     total.add_up(self.seen)
+    total.most_bytes = max(of["most_bytes"] for of in self.seen)   # one after the other, not side by side
     return repr(total)

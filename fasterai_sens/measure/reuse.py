@@ -242,12 +242,11 @@ class Tensors:
     def __init__(self,
         model:nn.Module, # as it is, untouched
     ):
-        self.numbers, self.places, self.held, self.copies = {}, [], [], {}
+        self.numbers, self.places, self.held = {}, [], []
         for module in model.modules():
             for held in (module._parameters, module._buffers):
                 for name, t in held.items(): self._enter(held, name, t)
         self.names = {name: self.number(t) for name, t in model.named_parameters()}
-        self.look(model)
     def look(self,
         model:nn.Module, # the same
     ):
@@ -395,7 +394,7 @@ def __repr__(self:Reuse)->str:
 # %% ../../nbs/measure/11_reuse.ipynb #280c3a1a
 @patch
 def start(self:Reuse,
-    model:nn.Module, # untouched, in evaluation mode
+    model:nn.Module, # as others are compared with it, in evaluation mode
     steps:list,      # of (perturbation, unit), all evaluations that will come
 ):
     """Get ready for an analysis
@@ -403,7 +402,7 @@ def start(self:Reuse,
     Parameters
     ----------
     model : nn.Module
-        untouched, in evaluation mode
+        as others are compared with it, in evaluation mode
     steps : list
         of (perturbation, unit), all evaluations that will come
     """
@@ -419,20 +418,6 @@ def start(self:Reuse,
     device = next(model.parameters()).device
     memory = free_bytes(device)//4 if self.memory is None else self.memory
     self.store = Store(memory//self.n_sharing)
-    self.expect(steps)
-
-@patch
-def expect(self:Reuse,
-    steps:list, # of (perturbation, unit), all evaluations that will come
-):
-    """Get ready for other steps, with what is written down already
-
-    Parameters
-    ----------
-    steps : list
-        of (perturbation, unit), all evaluations that will come
-    """
-    self.steps, self.known, self.found = steps, {}, {}
     for _, unit in steps: self.known.setdefault(unit.name, self.tensors.of_unit(unit))
 
 # %% ../../nbs/measure/11_reuse.ipynb #eae22fe2
@@ -468,10 +453,11 @@ def _decide(self:Reuse):
     for name, numbers in self.known.items():
         saved[name] = sum(spent[call][self.until(numbers, call)] for call in range(len(spent)))
     gain = sum(saved[unit.name] for _, unit in self.steps)
-    self.spent = spent
+    self.spent, self.saved = spent, saved
     if not gain: return self.off("; ".join(self.limits) or "nothing comes before the layers that are compressed")
     n_steps = sum(len(trace.steps) for trace in self.traces)
-    price = self.seconds + len(self.steps)*n_steps*microseconds_per_step/1e6   # the first one is evaluated twice
+    self.looking = n_steps*microseconds_per_step/1e6   # in each evaluation
+    price = self.seconds + len(self.steps)*self.looking   # the first one is evaluated twice
     if self.mode == "auto" and gain < price: self.off("too little would be saved")
 
 # %% ../../nbs/measure/11_reuse.ipynb #493e673b
@@ -479,7 +465,7 @@ def _stop_at(modules:list, recorder:Recorder)->Callable: # call it to undo
     "Let nothing be skipped from the first of some modules on"
     handles = []
     for m in modules:
-        why = f"there is a hook of yours on a {type(m).__name__}"
+        why = f"there is a hook on a {type(m).__name__}"
         act = partial(recorder.stop_here, why)
         handles.append(m.register_forward_pre_hook(act, prepend=True))
     def undo():

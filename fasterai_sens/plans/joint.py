@@ -749,9 +749,9 @@ class LevelTrack(Track):
     @property
     def spent(self): return self.meter.n
     def damage(self, plan, share=1.): return self.meter.damage(self.limits.plan(plan), share)
-    def damages(self, plans, share=1., near=None):
-        near = None if near is None else self.limits.plan(near)
-        return self.meter.damages(list(map(self.limits.plan, plans)), share, near)
+    def damages(self, plans, share=1., middle=None):
+        middle = None if middle is None else self.limits.plan(middle)
+        return self.meter.damages(list(map(self.limits.plan, plans)), share, middle)
     def near(self,
         runner:Runner, # whose plan is looked at
     )->Near:
@@ -1259,7 +1259,7 @@ def search_plan(
     verbose:bool=True, # show a progress bar
     journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
     timeout=None,      # seconds that each evaluation may take, see `limited`; None: as long as it likes
-    reuse="auto",      # compute once what plans near one plan have in common: "auto" where it pays, True, False
+    reuse="auto",      # compute once what plans have in common, beside `evaluations`: "auto" where it pays, True, False
     reuse_memory=None, # bytes to keep results in; None: a quarter of what is free
 )->SearchResult:       # `plan` is a `Plan`
     """The best of the plans within the budgets, improved by a race of proposals. Raises as `allocate` does
@@ -1314,7 +1314,7 @@ def search_plan(
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
     reuse : default "auto"
-        compute once what plans near one plan have in common: "auto" where it pays, True, False
+        compute once what plans have in common, beside `evaluations`: "auto" where it pays, True, False
     reuse_memory : default None
         bytes to keep results in; None: a quarter of what is free
 

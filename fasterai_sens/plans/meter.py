@@ -444,7 +444,7 @@ def measure(self:Meter,
     plan,        # as `carry` takes it
     around=None, # context manager around this evaluation; None: the usual one
     share=1.,    # of the samples
-    way:Callable=as_it_comes, # how: (run, eval_fn) -> `Score`, where `run` takes the evaluation
+    way:Callable=as_it_comes, # (run, eval_fn) -> `Score`; `run(eval_fn)` evaluates the model under the plan
 )->Score:
     """The same, whatever the journal says
 
@@ -457,7 +457,7 @@ def measure(self:Meter,
     share : default 1.
         of the samples
     way : Callable, default as_it_comes
-        how: (run, eval_fn) -> `Score`, where `run` takes the evaluation
+        (run, eval_fn) -> `Score`; `run(eval_fn)` evaluates the model under the plan
 
     Returns
     -------
@@ -603,7 +603,7 @@ def baseline(self:Meter)->Score:
 def scores(self:Meter,
     plans:list, # each as `carry` takes it
     share=1.,   # of the samples
-    near=None,  # a plan that all of them differ from in few layers, if there is one
+    middle=None, # a plan that all of them differ from in few layers, if there is one
 )->list:        # of `Score`
     """`score` of each, in several processes if there are, or with what plans near one plan have in common computed once
 
@@ -613,7 +613,7 @@ def scores(self:Meter,
         each as `carry` takes it
     share : default 1.
         of the samples
-    near : default None
+    middle : default None
         a plan that all of them differ from in few layers, if there is one
 
     Returns
@@ -623,24 +623,24 @@ def scores(self:Meter,
     """
     scores = [self.find(plan, share) for plan in plans]
     left = [place for place, score in enumerate(scores) if score is None]
-    measured = self._together([plans[i] for i in left], share, near)
+    measured = self._together([plans[i] for i in left], share, middle)
     if measured is None: return [self.score(plan, share=share) for plan in plans]
     for place, score in measured:
         scores[left[place]] = score
-        if self.journal: self.journal.record(plan_key(self.name, plans[left[place]], share), score_data(score))
-    for plan, score in zip(plans, scores, strict=True): self.note(plan, share, score)
+        self.note(plans[left[place]], share, score)
+    for place in set(range(len(plans))) - set(left): self.note(plans[place], share, scores[place])
     return scores
 
 @patch
-def _together(self:Meter, plans:list, share, near)->Iterator|None: # pairs: place, `Score`; None: one by one is best
+def _together(self:Meter, plans:list, share, middle)->Iterator|None: # pairs: place, `Score`; None: one by one is best
     "Plans that are measured side by side, or along one plan"
     if self.untouched is None: return None
     if count_workers() > 1 and len(plans) > 1:
         if self.crew is None: self.crew = self._find_crew()
         return self.crew.do([(plan, share) for plan in plans])
     alike = self.neighbours
-    if alike is None or near is None or not alike.pays(near, plans, share): return None
-    return alike.scores(self.measure, near, plans, share)
+    if alike is None or middle is None or not alike.pays(middle, plans, share): return None
+    return alike.scores(self.measure, middle, plans, share)
 
 @patch
 def _find_crew(self:Meter)->Crew:
@@ -658,7 +658,7 @@ def _score_one(meter:Meter, item:tuple)->Score:
 def damages(self:Meter,
     plans:list, # each as `carry` takes it
     share=1.,   # of the samples
-    near=None,  # as for `scores`
+    middle=None, # as for `scores`
 )->list:        # of float
     """`damage` of each, measured together
 
@@ -668,7 +668,7 @@ def damages(self:Meter,
         each as `carry` takes it
     share : default 1.
         of the samples
-    near : default None
+    middle : default None
         as for `scores`
 
     Returns
@@ -676,7 +676,7 @@ def damages(self:Meter,
     list
         of float
     """
-    return [self.worth(score) for score in self.scores(plans, share, near)]
+    return [self.worth(score) for score in self.scores(plans, share, middle)]
 
 # %% ../../nbs/plans/08_meter.ipynb #8d6df921
 @patch
@@ -817,7 +817,7 @@ def predict(self:Contest,
     """
     dense = self.dense.value
     there = dense if share == 1 else self.meter.score(Plan(), share=share).value
-    alone = [dense + score.value - there for score in self.meter.scores(plans, share, near=Plan())]
+    alone = [dense + score.value - there for score in self.meter.scores(plans, share, middle=Plan())]
     return predicted_from(alone, dense, self.meter.sign)
 
 # %% ../../nbs/plans/08_meter.ipynb #edcfc904

@@ -73,7 +73,7 @@ class Track:
     def damages(self,
         plans:list, # of this budget
         share=1.,   # of the samples
-        near=None,  # a plan that all of them differ from in few entries, if there is one
+        middle=None, # a plan that all of them differ from in few entries, if there is one
     )->list:        # of float
         """The same of several plans
 
@@ -83,7 +83,7 @@ class Track:
             of this budget
         share : default 1.
             of the samples
-        near : default None
+        middle : default None
             a plan that all of them differ from in few entries, if there is one
 
         Returns

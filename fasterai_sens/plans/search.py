@@ -379,9 +379,9 @@ class ShareTrack(Track):
         names = [u.name for u in self.b.units]
         return dict(zip(names, 100*(1 - kept), strict=True))
     def damage(self, plan, share=1.): return self.meter.damage(self.targets(plan), share)
-    def damages(self, plans, share=1., near=None):
-        near = None if near is None else self.targets(near)
-        return self.meter.damages([self.targets(plan) for plan in plans], share, near)
+    def damages(self, plans, share=1., middle=None):
+        middle = None if middle is None else self.targets(middle)
+        return self.meter.damages([self.targets(plan) for plan in plans], share, middle)
     def look(self, runner): runner.seen = self.by_gradients(runner) if self.pieces else self.by_probes(runner)
     def propose(self, source, runner, step, chance):
         how = {"curves": self.along_curves, "exchange": self.exchanged, "again": self.again}
@@ -666,7 +666,7 @@ def classic_plan(
     levels, has_choice = np.clip(b.target, b.low, b.high), b.low < b.high   # the others stay at `low`
     alone = [{unit.name: pct} for unit, pct, chosen in zip(b.units, levels, has_choice, strict=True) if chosen]
     damages = np.full(len(b.units), math.inf)
-    damages[has_choice] = np.array(meter.damages(alone, share, near={})) - now
+    damages[has_choice] = np.array(meter.damages(alone, share, middle={})) - now
     pcts = inverse_sensitivity(damages, b.weights, b.target, b.low, b.high)
     mean = np.average(pcts, weights=b.weights)
     reaches = math.isclose(mean, b.target, abs_tol=1e-6)
@@ -844,7 +844,7 @@ def path_start(
 
 # %% ../../nbs/plans/09_search.ipynb #a3795d27
 def split_calls(
-    evaluations,  # as the user gave it; None: enough, see below
+    evaluations,  # as the user gave it, or None
     n_units:int,  # layers to plan for
     n_plans:int,  # to start from, with the classic rule
     n_as_is:int=0, # evaluations of the untouched model as it is, not recalibrated
@@ -852,10 +852,13 @@ def split_calls(
 )->tuple:         # evaluations in all, those that are left for the search
     """How many evaluations there are. Raises ValueError if they do not suffice for one round
 
+    If nobody says: of data about 50, and three for each layer; of a function twelve rounds, each of two for each layer
+    and three beside.
+
     Parameters
     ----------
     evaluations
-        as the user gave it; None: enough, see below
+        as the user gave it, or None
     n_units : int
         layers to plan for
     n_plans : int
@@ -1061,13 +1064,13 @@ def search_targets(
     verbose:bool=True, # show a progress bar
     journal=None,      # path of a file that keeps each score, for the same call to go on from; None: nothing is kept
     timeout=None,      # seconds that each evaluation may take, see `limited`; None: as long as it likes
-    reuse="auto",      # compute once what plans near one plan have in common: "auto" where it pays, True, False
+    reuse="auto",      # compute once what plans have in common, beside `evaluations`: "auto" where it pays, True, False
     reuse_memory=None, # bytes to keep results in; None: a quarter of what is free
 )->SearchResult:
     """The best plan of a given mean that is found by measurement
 
     Proposals race: with data, on growing parts, from gradients if there are any; with a function, in full, from layers
-    measured alone. Raises as `budget` and `bind` do, and ValueError for too few evaluations; an error has `partial`.
+    measured alone. Raises as `budget` and `bind` do, and for too few evaluations; `partial` of an error is what is known.
 
     Parameters
     ----------
@@ -1123,7 +1126,7 @@ def search_targets(
     timeout : default None
         seconds that each evaluation may take, see `limited`; None: as long as it likes
     reuse : default "auto"
-        compute once what plans near one plan have in common: "auto" where it pays, True, False
+        compute once what plans have in common, beside `evaluations`: "auto" where it pays, True, False
     reuse_memory : default None
         bytes to keep results in; None: a quarter of what is free
 
