@@ -205,7 +205,9 @@ class _Watched:
     def __enter__(self): return self.follower
     def __exit__(self, kind, error, _):
         "Raises Astray"
-        if kind and issubclass(kind, Exception) and self.follower.is_delicate(error): raise Astray from error
+        is_late = kind and issubclass(kind, TimeoutError)   # wherever the limit of time was reached
+        if kind and issubclass(kind, Exception) and not is_late and self.follower.is_delicate(error):
+            raise Astray from error
 
 def followed(
     model:nn.Module,   # whose calls are followed

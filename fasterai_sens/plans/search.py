@@ -1070,7 +1070,7 @@ def search_targets(
     """The best plan of a given mean that is found by measurement
 
     Proposals race: with data, on growing parts, from gradients if there are any; with a function, in full, from layers
-    measured alone. Raises as `budget` and `bind` do, and for too few evaluations; `partial` of an error is what is known.
+    measured alone. Raises as `budget` and `bind` do, and for too few evaluations. An error has `partial`.
 
     Parameters
     ----------
