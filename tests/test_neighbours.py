@@ -2,6 +2,7 @@
 import logging
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -258,3 +259,70 @@ def test_bad_options_are_refused_at_the_door():
     for wrong in (dict(reuse="always"), dict(reuse_memory=-1)):
         with pytest.raises(ValueError, match="reuse"): search_targets(residual_net(), x[:1], never, 60, verbose=False, **wrong)
         with pytest.raises(ValueError, match="reuse"): search_plan(residual_net(), x[:1], never, None, "50%", verbose=False, **wrong)
+
+
+class TwoHeads(nn.Module):
+    """Two heads on a body; one of them hands its predictions out as Python has them, or as NumPy changes them"""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.first, self.second, self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x, predict=False):
+        """Logits of one head, or probabilities of the other"""
+        z = F.relu(self.first(x))
+        if self.kind == "clipped":
+            memory = z.numpy()
+            memory[memory > .5] = .5
+        if self.kind == "largest": largest = float(z.numpy().max())
+        z = F.relu(self.second(z)).mean((2, 3))
+        if self.kind == "pieces": z = torch.cat([part*i for i, part in enumerate(z.split(torch.bincount(y).tolist()), 1)])
+        if self.kind == "largest": z = z*largest
+        if not predict: return self.a(z)
+        chances = self.b(z).softmax(1)
+        return chances.tolist() if self.kind == "list" else chances.numpy()
+
+
+@torch.no_grad()
+def by_both(model):
+    """The loss of one head, and how sure the other is, from memory that NumPy overwrites"""
+    loss, chances = F.cross_entropy(model(x), y).item(), np.asarray(model(x, predict=True))
+    np.log(chances, out=chances)
+    return loss - float(chances[np.arange(len(y)), y.numpy()].mean())
+
+
+@pytest.mark.parametrize("memory", [None, 180_000])
+@pytest.mark.parametrize("kind", ["list", "array", "clipped", "largest", "pieces"])
+def test_what_is_read_past_the_operations(kind, memory):
+    """Lists and arrays of what was computed, in a call and behind it, and arrays that are written to: the same numbers with everything kept and with little memory, in a search and in a sweep."""
+    found, before = [], {name: vars(torch.Tensor).get(name) for name in ("numpy", "tolist", "__dlpack__")}
+    for reuse in (False, True):
+        search = search_targets(TwoHeads(kind).eval(), x[:1], by_both, 60, higher_is_better=False, evaluations=60, verbose=False, reuse=reuse, reuse_memory=memory) \
+            if kind != "pieces" else None   # which needs the whole batch
+        analyzer = SensitivityAnalyzer(TwoHeads(kind).eval(), x, by_both, higher_is_better=False, reuse=reuse, reuse_memory=memory)
+        found.append(str(search and search.as_dict()) + str(analyzer.sweep("sparsity", [30, 60, 90], verbose=False).as_dict()))
+    assert found[0] == found[1]
+    assert {name: vars(torch.Tensor).get(name) for name in before} == before
+
+
+@pytest.mark.parametrize("every", [9, 13])
+def test_a_call_that_was_given_up_counts_for_nothing(every):
+    """An evaluation that catches everything also catches what ends a call that went another way, and its score is not taken."""
+    class Logging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.n = chain_net(), 0
+
+        def forward(self, x):
+            self.n += 1
+            z = self.net[:2](x)
+            if self.n % every == 0: z.abs().mean().item()   # one more operation than was written down
+            return self.net[2:](z)
+
+    def careless(model):
+        try: return scored(model)
+        except: return 0., 99.   # noqa: E722
+    found = [search_targets(Logging().eval(), x[:1], careless, 60, evaluations=90, verbose=False, reuse=reuse).as_dict() for reuse in (False, True)]
+    assert str(found[0]) == str(found[1])

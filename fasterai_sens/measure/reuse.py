@@ -27,7 +27,9 @@ from ..core.inputs import tensors_in
 from ..core.signals import PutBack
 from .effects import same_score
 from .loop import Distrusted
-from .traces import Astray, Copy, Route, Recorder, Skipper, Store, is_plain, missing_parts
+from fasterai_sens.measure.traces import (
+    Astray, Copy, Route, Recorder, Skipper, Store, hear_of_memory, is_plain, missing_parts
+)
 
 # %% ../../nbs/measure/11_reuse.ipynb #d4db31b3
 def _number_in(
@@ -192,8 +194,11 @@ def _listen(model:nn.Module, listener:Listener)->Callable: # call it to stop
     after = model.register_forward_hook(_Hook(model, listener.after), always_call=True)
     follower = listener.follower
     if isinstance(follower, Recorder): follower.enter()   # it also sees what is written to between calls
+    deaf = hear_of_memory(follower) if follower else None
     def stop():
-        if follower: follower.leave()
+        if follower:
+            follower.leave()
+            deaf()
         before.remove()
         after.remove()
     return stop
@@ -230,7 +235,9 @@ def followed(
     what `eval_fn` returns
     """
     with _Watched(listener.follower), PutBack(partial(_listen, model, listener)):
-        return eval_fn(model)
+        result = eval_fn(model)
+        if listener.follower and listener.follower.is_lost: raise Astray
+        return result
 
 # %% ../../nbs/measure/11_reuse.ipynb #4e34c884
 class Tensors:

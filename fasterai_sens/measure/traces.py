@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['missing_parts', 'same_bits', 'Copy', 'Facts', 'facts_of', 'given', 'never_skipped', 'Fresh', 'Same', 'Value',
            'Several', 'Step', 'over', 'stand_in', 'is_used', 'Box', 'Store', 'Window', 'is_plain', 'Follower',
-           'outputs', 'Trace', 'Recorder', 'Astray', 'Route', 'Skipper']
+           'hear_of_memory', 'outputs', 'Trace', 'Recorder', 'Astray', 'Route', 'Skipper']
 
 # %% ../../nbs/measure/10_traces.ipynb #64c3c37f
 import gc
+import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from traceback import walk_tb
 from typing import NamedTuple
@@ -593,6 +594,7 @@ class Follower(_python_dispatch.TorchDispatchMode):
         super().__init__()
         self.store, self.own, self.window, self.n_calls = store, own, None, 0
         self.is_active, self.way_out = False, None
+        self.thread, self.is_lost = threading.get_ident(), False   # lost: the evaluation has to be made again
     @classmethod
     def _should_skip_dynamo(cls): return False   # importing the compiler takes seconds
 
@@ -659,6 +661,72 @@ def leave(self:Follower, *_):
 def leave_soon(self:Follower):
     "Leave when the next module is called"
     if self.way_out is None: self.way_out = register_module_forward_pre_hook(self.leave)
+
+# %% ../../nbs/measure/10_traces.ipynb #dacb7503
+_past_torch = {name: Tensor.__dict__.get(name) for name in ("numpy", "tolist", "__dlpack__")}   # None: inherited
+_listening, _alone = [], threading.Lock()
+
+def _telling(read:Callable)->Callable:
+    "The same, but followers of this thread hear of it before"
+    @wraps(read)
+    def tell(t, *args, **kwargs):
+        for follower in list(_listening): follower.hear(t)
+        return read(t, *args, **kwargs)
+    return tell
+
+def hear_of_memory(
+    follower, # a `Follower`
+)->Callable:  # call it to stop
+    """Let a follower hear whenever the memory of a tensor is handed out
+
+    Parameters
+    ----------
+    follower
+        a `Follower`
+
+    Returns
+    -------
+    Callable
+        call it to stop
+    """
+    with _alone:
+        if not _listening:
+            for name in _past_torch: setattr(Tensor, name, _telling(getattr(Tensor, name)))
+        _listening.append(follower)
+    def stop():
+        with _alone:
+            _listening.remove(follower)
+            if _listening: return
+            for name, own in _past_torch.items():
+                if own is None: delattr(Tensor, name)
+                else: setattr(Tensor, name, own)
+    return stop
+
+@patch
+def hear(self:Follower,
+    t:Tensor, # whose numbers are about to be read, and maybe changed
+):
+    """Go no further than here where these numbers have to be the right ones, and keep what a cut needs
+
+    Parameters
+    ----------
+    t : Tensor
+        whose numbers are about to be read, and maybe changed
+    """
+    if threading.get_ident() != self.thread or t.layout != torch.strided or not is_plain(type(t)): return
+    if self.window is not None: self.is_read(self.window.numbers.get(t.untyped_storage()._cdata))
+    self.store.before_writing(t)
+
+@patch
+def is_read(self:Follower,
+    number:int|None, # of the storage
+): """Nobody minds
+
+   Parameters
+   ----------
+   number : int|None
+       of the storage
+   """
 
 # %% ../../nbs/measure/10_traces.ipynb #1e98e6cf
 @patch
@@ -902,6 +970,17 @@ def stop(self:Recorder,
     self.trace.end, self.trace.why = self.window.n, why
 
 @patch
+def is_read(self:Recorder, number):
+    """Nothing is skipped from where something that was computed in the call is read
+
+    Parameters
+    ----------
+    number
+        of the storage
+    """
+    if number in self.window.fresh: self.stop_here("memory is read by NumPy, or as a list")
+
+@patch
 def stop_here(self:Recorder,
     why:str, # reason
     *_,      # what a hook is given
@@ -1081,8 +1160,9 @@ class Skipper(Follower):
 
 @patch
 def lose_the_way(self:Skipper):
-    "Note where, and give up. Raises Astray"
+    "Note where, and give up. Raises Astray, which the user's own code may catch"
     self.strays[self.window.call] = self.window.n
+    self.is_lost = True
     raise Astray
 
 @patch
@@ -1132,6 +1212,19 @@ def is_delicate(self:Skipper,
     bool
     """
     return self.window is not None and self.window.n < self.plan.base
+
+@patch
+def is_read(self:Skipper, number):
+    """Raises Astray if a stand-in is read. What is done to the memory here is done again each time: no cut behind it
+
+    Parameters
+    ----------
+    number
+        of the storage
+    """
+    if number not in self.window.fresh: return
+    if self.window.n <= self.plan.base and number not in self.cut: self.lose_the_way()
+    self.plan = self.plan._replace(keep=False)
 
 @patch
 def _check_dead(self:Skipper):
