@@ -300,7 +300,7 @@ def _comes_before(self:Neighbours, names:set)->float:
 @patch
 def scores(self:Neighbours,
     measure:Callable, # (plan, share, way) -> `Score`
-    middle:Mapping,     # the plan in the middle
+    middle:Mapping,   # the plan in the middle
     plans:list,       # that differ from it in few layers
     share:float,      # of the samples
 )->Iterator:          # of pairs: place in `plans`, `Score`

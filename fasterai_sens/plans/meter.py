@@ -588,7 +588,7 @@ def dense(self:Meter)->Score:
 
 @patch
 def _first_way(self:Meter, around)->Callable:
-    "How the untouched model is evaluated: written down, if others are to be measured near it"
+    "How the untouched model is evaluated: so that it is known what comes before each layer, if that may be of use"
     if around is not None or self.neighbours is None or count_workers() > 1: return as_it_comes
     return self.neighbours.first
 
